@@ -17,15 +17,17 @@ from nccl_replay import Deadlock, Group, Recorder, replay
 
 SHAPE, CPU = (1, 1, 1), torch.device("cpu")
 SAMPLED = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 8)]
-EXECUTORS = {}  # step -> its modules by their names
-for step in (7, 8, 9, 10, 11):
+EXECUTORS, CHUNKED = {}, (*range(11, 17), 18)  # step -> its modules by their names; steps with virtual stages
+for step in range(7, 19):
     names = ["pipeline_parallel", "data_parallel", "process_group_manager", "timeline"]
-    names += ["virtual_stages"] * (step > 10)
+    names += ["virtual_stages"] * (step in CHUNKED)
     with modules_of(step):
         EXECUTORS[step] = {name: importlib.import_module(name) for name in names}
 every_run = pytest.mark.parametrize("step, engine", [
     (7, "afab"), (8, "afab"), (8, "one_f_one_b"), (9, "afab"), (9, "one_f_one_b"), (10, "zero_bubble"),
-    (11, "interleaved"), (11, "interleaved_zero_bubble")])
+    (11, "interleaved"), (11, "interleaved_zero_bubble"), pytest.param(17, "one_f_one_b", marks=pytest.mark.slow),
+    *(pytest.param(step, engine, marks=pytest.mark.slow)
+      for step in CHUNKED[1:] for engine in ("interleaved", "interleaved_zero_bubble"))])
 
 
 class Work(torch.autograd.Function):
@@ -56,7 +58,7 @@ class Stage(torch.nn.Module):
         self.embedding = types.SimpleNamespace(weight=self.weights[0])
         self.model = types.SimpleNamespace(named_parameters=lambda: [("stage.weight", self.weights[0])])
 
-    def forward(self, x=None, chunk=0, **batch):
+    def forward(self, x=None, chunk=0, positions=None, **batch):
         return Work.apply(self.recorder, x, self.weights[chunk])
 
     def hidden_shape(self, **batch):
@@ -64,6 +66,8 @@ class Stage(torch.nn.Module):
 
 
 class Batches:
+    position_ids, dataset = None, types.SimpleNamespace(seq_len=1)
+
     def __init__(self, num_microbatches: int):
         self.gradient_accumulation_steps = num_microbatches
 
@@ -73,16 +77,17 @@ class Batches:
 
 def make_grid(rank: int, dp: int, p: int, one_group: bool, one_wrap: bool) -> types.SimpleNamespace:
     dp_rank, stage = divmod(rank, p)
-    columns, same_stage = tuple(range(dp_rank * p, dp_rank * p + p)), tuple(range(stage, dp * p, p))
+    columns, replicas = tuple(range(dp_rank * p, dp_rank * p + p)), Group("dp", tuple(range(stage, dp * p, p)))
     first, last, forward = stage == 0, stage == p - 1, Group("pp", columns)
     groups = {"pp_group": forward, "pp_backward_group": forward if one_group else Group("pp backward", columns),
               "pp_wrap_group": forward if one_wrap else Group("wrap", columns),
-              "pp_wrap_backward_group": Group("wrap backward", columns)}
+              "pp_wrap_backward_group": Group("wrap backward", columns), "dp_group": replicas, "cp_dp_group": replicas,
+              "replicas": [replicas], "experts": [replicas], "cp_group": Group("cp", (rank,)), "ep_group": replicas}
     return types.SimpleNamespace(
         **groups, global_rank=rank, pp_ranks=columns, pp_rank=stage, pp_world_size=p, dp_rank=dp_rank,
-        dp_world_size=dp, pp_is_first_stage=first, pp_is_last_stage=last,
+        dp_world_size=dp, cp_dp_world_size=dp, pp_is_first_stage=first, pp_is_last_stage=last,
         pp_prev_rank=None if first else rank - 1, pp_next_rank=None if last else rank + 1,
-        pp_ends_group=Group("ends", tuple(dict.fromkeys((columns[0], columns[-1])))), dp_group=Group("dp", same_stage))
+        pp_ends_group=Group("ends", tuple(dict.fromkeys((columns[0], columns[-1])))))
 
 
 def mean_loss(out: torch.Tensor, *_) -> torch.Tensor:
@@ -90,7 +95,7 @@ def mean_loss(out: torch.Tensor, *_) -> torch.Tensor:
 
 
 def find_schedule(step: int, engine: str, num_chunks: int):
-    if step == 11:
+    if step in CHUNKED:
         return functools.partial(getattr(EXECUTORS[step]["virtual_stages"], engine), num_chunks=num_chunks)
     return getattr(EXECUTORS[step]["pipeline_parallel"], engine)
 
@@ -98,12 +103,12 @@ def find_schedule(step: int, engine: str, num_chunks: int):
 def run_rank(step: int, engine: str, m: int, recorder: Recorder, grid: types.SimpleNamespace) -> None:
     """One optimizer step of one rank, from the connections on."""
     pipeline_parallel, wrap = EXECUTORS[step]["pipeline_parallel"], EXECUTORS[step]["data_parallel"].DataParallelBucket
-    num_chunks = 2 if step == 11 and grid.pp_world_size > 1 else 1
+    num_chunks = 2 if step in CHUNKED and grid.pp_world_size > 1 else 1
     schedule, stage, batches = find_schedule(step, engine, num_chunks), Stage(recorder, num_chunks), Batches(m)
     if not (grid.pp_is_first_stage or grid.pp_is_last_stage):
         stage.embedding = None
-    pipeline_parallel.connect_neighbours(*[num_chunks] * (step == 11))
-    if step == 11:
+    pipeline_parallel.connect_neighbours(*[num_chunks] * (step in CHUNKED))
+    if step in CHUNKED:
         for name in ("is_first", "is_last"):
             setattr(stage, name, functools.partial(getattr(pipeline_parallel.PipelineParallel, name), stage))
     if step == 9:
@@ -145,11 +150,11 @@ def record(step: int, engine: str, p: int, m: int, profiled: bool = False, dp: i
 def test_no_deadlock(step, engine, how):
     """Replicas sum gradients while messages are under way; with one stream, receives and sends of a group share it.
 
-    With one stream, a send of step 11 could queue behind a receive whose message depends on it, once around all ranks:
+    With one stream, a send of chunks could queue behind a receive whose message depends on it, once around all ranks:
     it needs a communicator for each pair of ranks, which is what torch makes for step 2's init_process_group().
     """
     for p, m in SAMPLED:
-        if p * how.get("dp", 1) <= 8 and not (step == 11 and "one_stream" in how and p > 2):
+        if p * how.get("dp", 1) <= 8 and not (step in CHUNKED and "one_stream" in how and p > 2):
             replay(record(step, engine, p, m, **how))
 
 
@@ -177,9 +182,9 @@ def test_without_what_prevents_it_there_is_a_deadlock(step, engine):
     modules = EXECUTORS[step]
     with pytest.raises(Deadlock, match="receive from 1 in pp;(.|\n)*receive from 0 in pp;"):
         replay(record(step, engine, 2, 2, one_group=True))
-    if step == 11:
+    if step in CHUNKED:
         with pytest.raises(Deadlock, match="in pp;"):
-            replay(record(11, engine, 2, 4, one_wrap=True))
+            replay(record(step, engine, 2, 4, one_wrap=True))
     with (mock.patch.object(modules["pipeline_parallel"], "connect_neighbours"),
           pytest.raises(Deadlock, match="host at connect before")):
         replay(record(step, engine, 2, 2))

@@ -72,6 +72,15 @@ def test_named_paths_exist(readme):
     assert not missing, f"{readme} names {missing}"
 
 
+@pytest.mark.parametrize("readme", [page for page in READMES if page.parts[0] not in ("cluster", "exercises", "tools")])
+def test_no_line_is_longer_than_a_screen_is_wide(readme):
+    """But for what is printed or typed, a link, which can't be broken, and tables that a tool has written."""
+    text = re.sub(r"^ *```.*?^ *```", "", (ROOT / readme).read_text(encoding="utf-8"), flags=re.S | re.M)
+    long = [line for line in text.splitlines() if len(line) > 120]
+    long = [line for line in long if not re.fullmatch(r" *(Look at )?!?\[.*\)\S*", line)]
+    assert not long or readme.name == "FAMILIES.md", "\n".join(long)
+
+
 def test_every_room_has_a_readme():
     assert {path.parent.name for path in READMES} >= {"", "cluster", *(path.name for path in ROOT.glob("step*_*"))}
 

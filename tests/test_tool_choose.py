@@ -119,6 +119,9 @@ def axis_of(kind: str, group: tuple[int, ...], split: Split) -> str:
     (16, Split(2, 1, 1, "-", 3, cp=2), [*EXPERTS, "--zero", 3]),
     (16, Split(2, 2, 1, "-", 2, sp=True), [*EXPERTS, "--zero", 2, "--sequence_parallel"]),
     (16, Split(4, 1, 1, "-", 1, ep=2), [*EXPERTS, "--zero", 1]),
+    (16, Split(2, 1, 2, "1f1b", 3, ep=2), [*EXPERTS, "--zero", 3, "--gather_once"]),
+    (13, Split(4, 1, 1, "-", 3), ["--zero", 3, "--shard_size", 2, "--dtype", "bfloat16"]),
+    (16, Split(4, 1, 1, "-", 2), [*EXPERTS, "--zero", 2, "--shard_size", 2]),
     *((12 + zero // 3, Split(4, 1, 1, "-", zero), ["--zero", zero, "--dtype", "bfloat16"]) for zero in (2, 3))],
     ids=str)
 def test_bytes_sent_by_real_runs(step, split, more):
@@ -128,6 +131,7 @@ def test_bytes_sent_by_real_runs(step, split, more):
              "--num_hidden_layers", 8, "--dtype", "float32", "--micro_batch_size", 2, "--max_tokens", 256 * split.dp,
              "--gradient_accumulation_steps", 4, *more]
     job = JOB._replace(recompute="--recompute" in more, dtype="bfloat16" if "bfloat16" in more else "float32",
+                       shard_size=2 if "--shard_size" in more else 0, gather_once="--gather_once" in more,
                        experts=2 if step == 16 else 0)  # of which a token takes both: as many rows leave as on average
     for rank, counted in enumerate(messages(step, 4, flags)):
         found = dict.fromkeys(splits.AXES, 0)
@@ -141,8 +145,10 @@ def test_bytes_sent_by_real_runs(step, split, more):
 @needs_node
 def test_the_page_computes_the_same():
     jobs = [LARGE, LARGE._replace(shape=PRESETS["llama-1b"], ranks=24, global_batch=96, virtual_stages=3),
-            LARGE._replace(shape=PRESETS["llama-2-7b"], ranks=8, recompute=True, dtype="float32"), JOB._replace(is_gpu=True),
-            LARGE._replace(shape=PRESETS["llama-8b"], ranks=48, global_batch=96, experts=6, recompute=True)]
+            LARGE._replace(shape=PRESETS["llama-2-7b"], ranks=8, recompute=True, dtype="float32"),
+            JOB._replace(is_gpu=True),
+            LARGE._replace(shape=PRESETS["llama-8b"], ranks=48, global_batch=96, experts=6, shard_size=4,
+                           gather_once=True)]
     found = node("return input.map((job) => require(`${process.cwd()}/tools/site/choose`).choose(job));",
                  [{**job._asdict(), **job.shape._asdict()} for job in jobs])
     for job, (fitting, others, refused) in zip(jobs, found, strict=True):
@@ -167,8 +173,10 @@ def test_what_is_refused(split, change, said):
 
 
 def test_nothing_fits_and_unlike_devices(capsys):
-    choose.main(["--cluster", "64xH100:8", "--model_name", "llama-70b"])
-    assert "are not to be had:" in capsys.readouterr().out
+    choose.main(["--cluster", "64xH100:8", "--model_name", "llama-70b", "--shard_size", "8", "--gather_once"])
+    assert "groups of 8 do not divide" in capsys.readouterr().out
+    choose.main(["--model_name", "llama-2-7b", "--optimizer", "muon"])
+    assert "Muon with cp" in capsys.readouterr().out
     with pytest.raises(ValueError, match="needs [0-9.]+ GB; take more ranks, --recompute"):
         choose.main(["--cluster", "8xH100:8", "--model_name", "llama-70b"])
     with pytest.raises(ValueError, match="are alike, use tools/what_if.py"):

@@ -5,4 +5,4 @@ import make_figures
 
 def test_drawn_figures(tmp_path):
     make_figures.main([*make_figures.DRAWN, "--out", str(tmp_path)])
-    assert len(list(tmp_path.glob("figure_*.png"))) == len(make_figures.DRAWN) == 5
+    assert len(list(tmp_path.glob("figure_*.png"))) == len(make_figures.DRAWN) == 6

@@ -20,7 +20,7 @@ from data_sheets import (  # before the modules of cluster/, which it makes know
 )
 from plan import add_model_flags
 from ranks.memory import USABLE_MEMORY
-from splits import AXES, Job, Split, all_parameters, chunks, held, refusal, sent, splits
+from splits import AXES, Job, Split, all_parameters, chunks, held, refusal, sent, sent_to_copies, shards, splits
 from utils import ArgumentParser, UserError, one_clear_error, positive_int, to_readable_format, zero_or_more
 
 
@@ -51,7 +51,12 @@ def price(job: Job, split: Split) -> Row:
     # Consecutive ranks among which an axis's groups lie
     spans = {"tp": tp, "cp": tp * cp, "pp": tp * cp * pp, "ep": tp * cp * pp * ep}
     spans["dp"] = job.ranks if dp > 1 else tp * cp  # replicas, and ranks that hold the same weights for other tokens
-    seconds = sum(most[axis] / (job.inside if job.per_machine % spans[axis] == 0 else job.between) for axis in AXES)
+    to_copies, size = max(sent_to_copies(job, split, rank) for rank in ranks), shards(job, split)[0]
+    if size < dp * cp:  # groups of consecutive replicas, whose copies are far
+        spans["dp"] = tp * size if size <= cp else tp * pp * size
+    inside = {axis: job.per_machine % spans[axis] == 0 for axis in AXES}
+    seconds = sum((most[axis] - (axis == "dp") * to_copies) / (job.inside if inside[axis] else job.between)
+                  for axis in AXES) + to_copies / job.between
     active = all_parameters(job._replace(experts=job.experts and job.experts_per_token))  # a token's
     passes = 6 * active * job.global_batch * job.seq_len / job.ranks / job.flops  # seconds of computing
     return Row(split, m, fullest, most, bubble, passes * ((4 / 3 if job.recompute else 1) / (1 - bubble) - 1) + seconds)
@@ -107,7 +112,8 @@ def read_job(args) -> Job:
     return Job(shape, args.seq_len or 4096, args.global_batch, args.micro_batch_size, dtype, len(nodes) * node.count,
                node.count, args.memory_fraction * device.memory, device.node_link * LINK_SHARE,
                node.network / node.count * LINK_SHARE, flops * args.efficiency, args.virtual_stages, args.recompute,
-               args.num_experts, args.experts_per_token, args.optimizer == "muon")
+               args.num_experts, args.experts_per_token, device.is_gpu, args.optimizer == "muon", args.shard_size,
+               args.gather_once)
 
 
 def parse_args(argv: list[str] | None = None):
@@ -121,6 +127,8 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--num_experts", type=zero_or_more, default=0, help="of each layer, in place of its MLP")
     parser.add_argument("--experts_per_token", type=positive_int, default=2, help="of these")
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="of the layers' matrices")
+    parser.add_argument("--shard_size", type=zero_or_more, default=0, help="ranks over which ZeRO divides (0: all)")
+    parser.add_argument("--gather_once", action="store_true", help="ZeRO 3 gathers weights once a step")
     parser.add_argument("--memory_fraction", type=float, default=USABLE_MEMORY,
                         help="of a device's memory that may be used")
     parser.add_argument("--top", type=positive_int, default=10, help="splits to print")

@@ -7,12 +7,15 @@ weights, p stages and m micro-batches of B samples, of which a rank has T tokens
     bytes     weights 4 P, in bfloat16 2 P more for their copies; gradients 4 P; AdamW 8 P, and Muon 4 P of the layers'
               matrices. ZeRO 1 divides the last of these by N, and ZeRO 2 the last two, but for the
               gradient of the largest parameter. ZeRO 3 keeps 16 P / N, two layers' weights and gradients, and those of
-              the rest: the embedding, the final norm and projection. Of an expert, N is the dp cp / ep ranks with it
+              the rest: the embedding, the final norm and projection; with --gather_once those of all layers. Of an
+              expert, N is the dp cp / ep ranks with it
     alive     chunks of activations, see alive(); a layer's are those of data_sheets.kept_by_layer. Sequence
               parallelism divides what is between the blocks by tp. A token is in as many experts as it chose
     dp        2 (N-1)/N of 4 P bytes: an all-reduce, or the reduce-scatter and all-gather of ZeRO 1; ZeRO 2
               (m+1) (N-1)/N, as it scatters gradients m times; ZeRO 3 about 3 m (N-1)/N, as it also gathers layers twice
-              a micro-batch, in the activations' dtype, without a pipeline the last one once; and the rest once a step
+              a micro-batch, in the activations' dtype, without a pipeline the last one once; and the rest once a step.
+              --gather_once gathers and scatters everything once. --shard_size divides over fewer ranks than N, and a
+              shard's gradient is summed over its copies, once a step
     tp        2 (tp-1)/tp of each sum: 4 of (B, T, D) a layer and micro-batch, one each for the embedding and the head,
               and 12 bytes a token for the loss; --recompute repeats the first one of a layer's forward, with sequence
               parallelism three halves. With experts, the weights of a token's results have gradients to sum, too; with
@@ -22,6 +25,7 @@ weights, p stages and m micro-batches of B samples, of which a rank has T tokens
     ep        four times, (ep-1)/ep of the rows that a layer's experts get: there and back, forward and backward
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -53,6 +57,8 @@ class Job(NamedTuple):
     experts_per_token: int = 2
     is_gpu: bool = True
     muon: bool = False  # for the matrices of the layers, which have one average then
+    shard_size: int = 0  # ranks over which ZeRO divides; 0: all with the same weights
+    gather_once: bool = False  # ZeRO 3 keeps weights from their first use to the end of the step
 
 
 class Split(NamedTuple):
@@ -84,9 +90,16 @@ def chunks(job: Job, split: Split) -> int:
     return job.virtual_stages if split.engine.startswith("interleaved") else 1
 
 
+def shards(job: Job, split: Split) -> tuple[int, int]:
+    """Ranks over which ZeRO divides a parameter, and over which one of an expert."""
+    n = split.dp * split.cp
+    size = job.shard_size if split.zero and job.shard_size else n
+    return size, math.gcd(max(size // split.ep, 1), n // split.ep)
+
+
 def refusal(job: Job, split: Split) -> str | None:
     """Why the steps do not train like this, or why nobody would; None: they do."""
-    (dp, tp, pp, _, _, cp, *_), shape, stages = split, job.shape, split.pp * chunks(job, split)
+    (dp, tp, pp, _, zero, cp, *_), shape, stages = split, job.shape, split.pp * chunks(job, split)
     m = job.global_batch / dp / job.micro_batch
     if shape.heads % tp or shape.kv_heads % tp or shape.width % tp:
         return f"tp {tp} does not divide the heads, the key/value heads or the MLP's width"
@@ -96,8 +109,10 @@ def refusal(job: Job, split: Split) -> str | None:
         return f"dp {dp} does not divide the global batch into whole micro-batches"
     if cp > 1 and job.seq_len % (2 * cp * tp):
         return f"2 x cp {cp} x tp {tp} does not divide the tokens of a sample"
-    if job.muon and (cp > 1 or zero > 2 or job.experts):
-        return "Muon with cp, ZeRO 3 or experts"
+    if job.muon and (cp > 1 or zero > 2 or job.experts or job.shard_size):
+        return "Muon with cp, ZeRO 3, experts or groups of shards"
+    if dp * cp % shards(job, split)[0] or zero and job.shard_size == 1:
+        return f"groups of {job.shard_size} do not divide dp {dp} x cp {cp} replicas"
     if m < pp:
         return f"pp {pp}: fewer micro-batches than stages never fill the pipeline"
     return None
@@ -172,33 +187,43 @@ def activations(job: Job, split: Split, rank: int, m: int) -> float:
 
 
 def held(job: Job, split: Split, rank: int, m: int) -> dict[str, float]:
-    (layers, experts, rest), n, tp, zero, shape = (
-        parameters(job, split, rank), split.dp * split.cp, split.tp, split.zero, job.shape)
+    (layers, experts, rest), (size, of_expert), tp, zero, shape = (
+        parameters(job, split, rank), shards(job, split), split.tp, split.zero, job.shape)
     table, count, number = shape.hidden * shape.vocab / tp, layers_of(job, split, rank), NUMBER_BYTES[job.dtype]
     owned, layer = layers + experts + rest, (layers + experts) / count
-    divided = (layers + rest + split.ep * experts) / n
+    divided = (layers + rest) / size + experts / of_expert
     copies = number if number < 4 else 0
     weights, gradients = (4 + copies) * owned, 4 * (divided if zero > 1 else owned)
     if zero == 2:
         gradients += 4 * max(table, shape.hidden * shape.width / tp)
     if zero == 3:
-        weights = 4 * divided + 2 * number * layer + 4 * rest + (rank == split.pp - 1) * copies * table
-        gradients += 2 * 4 * layer + 4 * rest
-    averages = 8 * (divided if zero > 0 else owned) - job.muon * 4 * matrices(job, split, rank) / n
+        gathered = (layers + experts if job.gather_once else 2 * layer)
+        weights = 4 * divided + number * gathered + 4 * rest + (rank == split.pp - 1) * copies * table
+        gradients += 4 * gathered + 4 * rest
+    averages = 8 * (divided if zero > 0 else owned) - job.muon * 4 * matrices(job, split, rank) / size
     return {"weights": weights, "gradients": gradients, "AdamW": averages,
             "activations": activations(job, split, rank, m)}
 
 
+def sent_to_copies(job: Job, split: Split, rank: int) -> float:
+    """Bytes of the gradients of a rank's shards, which are summed over their copies in other groups."""
+    (layers, experts, rest), (size, of_expert), n = (
+        parameters(job, split, rank), shards(job, split), split.dp * split.cp)
+    return 8 * ((n - size) / n * (layers + rest) / size + (1 - of_expert * split.ep / n) * experts / of_expert)
+
+
 def sent(job: Job, split: Split, rank: int, m: int) -> dict[str, float]:
-    (dp, tp, pp, _, zero, cp, ep, sp), v, shape = split, chunks(job, split), job.shape
-    tokens, first, last, n = m * job.micro_batch * job.seq_len / cp, rank == 0, rank == pp - 1, dp * cp
+    (_, tp, pp, _, zero, cp, ep, sp), v, shape = split, chunks(job, split), job.shape
+    tokens, first, last = m * job.micro_batch * job.seq_len / cp, rank == 0, rank == pp - 1
     (layers, experts, rest), count = parameters(job, split, rank), layers_of(job, split, rank)
     number = NUMBER_BYTES[job.dtype]
     hidden, rows = tokens * shape.hidden * number, job.experts_per_token if job.experts else 1
     sums = (4 + job.recompute * (1.5 if sp else 1)) * count + first + last
-    times, gathered = 4 * (2, 2, m + 1, m)[zero], (zero == 3) * m * number * (2 - (pp == 1) / count)
-    exchanged = (n - 1) / n * (times * (layers + rest) + gathered * layers + (zero == 3) * 4 * rest)
-    exchanged += (n - ep) / n * (times + gathered) * experts
+    scatters, gathers = (1, 1) if job.gather_once else (m, m * (2 - (pp == 1) / count))
+    times, gathered, (size, of_expert) = 4 * (2, 2, m + 1, scatters)[zero], (zero == 3) * number * gathers, (
+        shards(job, split))
+    exchanged = (size - 1) / size * (times * (layers + rest) + gathered * layers + (zero == 3) * 4 * rest)
+    exchanged += (of_expert - 1) / of_expert * (times + gathered) * experts + sent_to_copies(job, split, rank)
     norms = sp * 4 * (2 * count + last + count * job.experts) * shape.hidden  # and routers
     weights = count * tokens * job.experts_per_token * number
     tied = 4 * shape.vocab * shape.hidden / tp if shape.tied and pp > 1 and (first or last) else 0.0

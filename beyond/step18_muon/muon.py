@@ -1,7 +1,7 @@
 """Muon over ranks: an optimizer that needs whole matrices (Jordan et al. 2024, Liu et al. 2025).
 
 AdamW treats each number by itself. Muon keeps one average, the momentum, and makes the step of a matrix orthogonal:
-from U S V^T it takes U V^T, so all directions are learned equally fast. That is a function of the whole matrix, and the
+from U Σ V^T it takes U V^T, so all directions are learned equally fast. That is a function of the whole matrix, and the
 Newton-Schulz iteration that computes it multiplies the matrix by itself. So a shard can no longer begin anywhere:
 
     dp   Each matrix has one owner among the replicas. A bucket's matrices stand in the order of their owners, so that a
@@ -30,7 +30,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: steep at 0, so that small 
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
-    """About U V^T of a matrix U S V^T (A, B), in its dtype: five steps of a quintic Newton-Schulz iteration.
+    """About U V^T of a matrix U Σ V^T (A, B), in its dtype: five steps of a quintic Newton-Schulz iteration.
 
     A step makes a s + b s^3 + c s^5 of each singular value s, and leaves U and V. A matrix of norm 1 has none above 1.
     """

@@ -12,7 +12,7 @@ from catalogue import exercise
 def newton_schulz(attempt):
     """Bring all singular values of a matrix near 1, with products of matrices alone.
 
-    `matrix` (A, B) is U S V^T; return about U V^T, of its shape and dtype. Scale it to a Frobenius norm of 1 (of a norm
+    `matrix` (A, B) is U Σ V^T; return about U V^T, of its shape and dtype. Scale it to a Frobenius norm of 1 (of a norm
     below 1e-7, as of zeros, divide by 1e-7). Then take five steps, each of which makes a s + b s^3 + c s^5 of each
     singular value s, with a, b, c = COEFFICIENTS. Let the products X X^T be of the smaller of the two sizes.
     """

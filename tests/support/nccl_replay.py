@@ -122,6 +122,9 @@ class Recorder:
         handle = self.transfer(f"all-reduce in {group.name}", group, group.ranks, ("all-reduce", tensor.shape))
         return handle if async_op else handle.wait()
 
+    def all_to_all_single(self, received: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
+        self.transfer(f"all-to-all in {group.name}", group, group.ranks, ("all-to-all", sent.shape)).wait()
+
     def get_backend(self) -> str:
         return "nccl"
 

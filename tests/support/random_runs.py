@@ -24,7 +24,8 @@ STEPS = {4: TP, 5: DP, 6: DP, 7: PP, 8: EIGHT, 9: EIGHT,  # step -> values of it
               "pp_engine": ("1f1b", "zb"), **ZERO, "sequence_parallel": (True, False)},
          16: {**CHUNKS, "tp_size": (1, 1, 2), "dp_size": (1, 2, 3, 4), "pp_size": (1, 1, 2), "cp_size": (1, 1, 1, 2),
               **ZERO, "sequence_parallel": (True, False), "num_experts": (4, 6, 12, 12), "experts_per_token": (1, 2),
-              "balance_bias": (0, 0.01)}}
+              "balance_bias": (0, 0.01)},
+         18: {**CHUNKS, "tp_size": (1, 2, 2, 3), "zero": (1, 2), "optimizer": ("muon",)}}
 
 
 def parts(rng: random.Random, total: int, count: int) -> list[int]:
@@ -72,8 +73,9 @@ def topology(seed: int) -> tuple[dict, int, int, list, list]:
         else:
             flags["gradient_accumulation_steps"] = count // dp
         ranks *= math.prod(value for name, value in flags.items() if name in ("tp_size", "dp_size", "pp_size", "cp_size"))
-    experts = {name: flags[name] for name in ("num_experts", "experts_per_token", "balance_bias") if name in flags}
-    if experts:
+    names = "num_experts", "experts_per_token", "balance_bias", "optimizer"
+    of_model = {name: flags[name] for name in names if name in flags}
+    if "num_experts" in flags:
         divisors = [size for size in (1, 2, 3, 4) if math.gcd(dp, flags["num_experts"]) % size == 0]
         flags["ep_size"] = rng.choice(divisors + 2 * divisors[-1:])
     heads, groups = tp * rng.choice((1, 2, 3)), rng.choice((1, 1, 2))
@@ -88,7 +90,7 @@ def topology(seed: int) -> tuple[dict, int, int, list, list]:
             "lr_decay": rng.choice(("none", "cosine"))}
     both["max_tokens"] = num_steps * count * size * both["seq_len"] + rng.randrange(count * size)
     flags |= {**both, "micro_batch_size": size}
-    alone = {**both, **experts, "micro_batch_size": count * size, "gradient_accumulation_steps": 1}
+    alone = {**both, **of_model, "micro_batch_size": count * size, "gradient_accumulation_steps": 1}
     return model, step, ranks, words(flags), words(alone)
 
 

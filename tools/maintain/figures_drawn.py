@@ -171,10 +171,10 @@ def ring(picture) -> None:
     with modules_of(15):
         import context_parallel
         import process_group_manager as pgm
-    figure, axes = canvas(10, 7.2, 2, 2, height_ratios=(2.6, 1))
+    figure, axes = canvas(10, 7.6, 2, 2, height_ratios=(2.6, 1))
     for column, layout in enumerate(("contiguous", "zigzag")):
         mask, times = axes[:, column]
-        mask.set_title(layout, fontsize=14, color=INK, weight="bold")
+        mask.set_title(f"{layout}: pairs of chunks, four ranks", fontsize=14, color=INK, weight="bold")
         places = []
         for rank in range(size):
             pgm.process_group_manager = types.SimpleNamespace(cp_rank=rank, cp_world_size=size)
@@ -209,5 +209,53 @@ def ring(picture) -> None:
             times.text(-0.1, rank, f"rank {rank}", ha="right", va="center", fontsize=12, color=RANKS[rank])
         times.text(start, size - 0.2, f"{start:g}", ha="center", va="top", fontsize=12, color=INK)
         times.text(0, size - 0.2, "0", ha="center", va="top", fontsize=12, color=INK)
-        times.set(xlim=(-0.7, 3.9), ylim=(size + 0.2, -0.6))
+        times.text(1.75, size + 0.25, "time, in blocks of pairs; numbers are hops", ha="center", va="top", fontsize=12,
+                   color=INK)
+        times.set(xlim=(-0.7, 3.9), ylim=(size + 0.7, -0.6))
+    figure.savefig(picture)
+
+
+def axes_of_a_block(picture) -> None:
+    """Which part of a layer and of its training two ranks hold along each axis, and what they send each other."""
+    figure, axes = canvas(10, 7.6)
+    one, high = axes[0, 0], 0.72
+    by_rank, columns = {0: [(0, 1)], 1: [(1, 2)]}, ("hidden states\nof two samples", "attention's\nmatrices",
+                                                    "MLP's matrices,\nor experts", "four layers", "AdamW's\naverages")
+    halves, turns, both = by_rank, {0: [(0, 0.5), (1, 1.5)], 1: [(0.5, 1), (1.5, 2)]}, {}
+    # Of each rank: from, to, out of 2 along the height; "|": halves along the width. Nothing: both hold it whole.
+    rows = {
+        "data": (halves, both, both, both, both, "gradients: their mean, once a step"),
+        "ZeRO 1, 2": (halves, both, both, both, halves, "gradients to their owner, weights back"),
+        "ZeRO 3": (halves, halves, halves, both, halves, "and weights, just before they are used"),
+        "tensor": (both, "|", "|", both, "|", "sums of hidden states, four a layer"),
+        "sequence": (turns, "|", "|", both, "|", "the same sums, each in two halves"),
+        "context": (turns, both, both, both, both, "keys and values, around a ring"),
+        "pipeline": ("own", "own", "own", halves, halves, "hidden states, from stage to stage"),
+        "expert": (halves, both, halves, both, {0: [(1, 1.5)], 1: [(1.5, 2)]}, "tokens to their experts, and back"),
+    }
+    for k, text in enumerate(columns):
+        one.text(1.95 * k + 0.75, 0.3, text, ha="center", va="bottom", fontsize=11.5, color=INK)
+    one.text(9.7, 0.3, "what travels", va="bottom", fontsize=11.5, color=INK)
+    for row, (name, (*cells, travels)) in enumerate(rows.items()):
+        y = -0.95 * row - high
+        one.text(-0.15, y + high / 2, name, ha="right", va="center", fontsize=13, weight="bold", color=INK)
+        one.text(9.7, y + high / 2, travels, va="center", fontsize=12, color=INK)
+        for k, cell in enumerate(cells):
+            x = 1.95 * k
+            one.add_patch(patches.Rectangle((x, y), 1.5, high, facecolor="#e9e9e6", edgecolor=FAINT, linewidth=0.8))
+            if cell == "own":
+                one.text(x + 0.75, y + high / 2, "of its\nlayers", ha="center", va="center", fontsize=11, color=INK)
+                continue
+            for rank, parts in (by_rank if cell == "|" else cell).items():
+                for start, end in parts:
+                    corner, sizes = ((x + 0.75 * start, y), (0.75, high)) if cell == "|" else (
+                        (x, y + high * (1 - end / 2)), (1.5, high * (end - start) / 2))
+                    one.add_patch(patches.Rectangle(corner, *sizes, facecolor=LIGHT[rank], edgecolor=INK, linewidth=1))
+            for i in range(1, {0: 2, 3: 4}.get(k, 1)):  # samples, layers
+                one.plot((x, x + 1.5), (y + high * i / {0: 2, 3: 4}[k],) * 2, color=INK, linewidth=0.8)
+    for k, (colour, text) in enumerate(((LIGHT[0], "rank 0 holds it"), (LIGHT[1], "rank 1 holds it"),
+                                        ("#e9e9e6", "both hold it"))):
+        box(one, 3.2 * k, -8.2, 0.5, 0.35, "", colour)
+        one.text(3.2 * k + 0.65, -8.02, text, va="center", fontsize=12, color=INK)
+    one.set(xlim=(-1.4, 13.6), ylim=(-8.3, 1.1))
     figure.savefig(picture)

@@ -52,10 +52,11 @@ def draw_compute(axes, spans: list[Span], labels: dict[int, str], title: str) ->
 
 def timelines(traces: dict[str, pathlib.Path], picture: pathlib.Path) -> None:
     """Schedules of one model, one below the other on one time axis, with their bubbles in percent."""
+    row = "rank" if "interleaved" in traces else "stage"
     figure, axes = canvas(10, 0.4 + 2.4 * len(traces), 1, len(traces), bare=False, sharex=True)
     for one, (engine, path) in zip(axes[:, 0], traces.items()):
         spans = read_trace(path)
-        draw_compute(one, spans, {rank: f"stage {rank}" for rank in sorted({span.rank for span in spans})},
+        draw_compute(one, spans, {rank: f"{row} {rank}" for rank in sorted({span.rank for span in spans})},
                      f"{SCHEDULES[engine]}: bubble {bubble_of(spans):.0%}, {seconds_of(computed(spans)):.2f} s")
     lighter = "; the lighter blocks are chunk 1" if "interleaved" in traces else ""
     axes[-1, 0].set_xlim(0, None)
@@ -93,7 +94,7 @@ def activations(traces: dict[str, pathlib.Path], picture: pathlib.Path) -> None:
     save(figure, axes, picture, "seconds")
 
 
-def transfers(spans: list[Span], background: tuple[str, ...], picture: pathlib.Path, label: str) -> None:
+def transfers(spans: list[Span], background: tuple[str, ...], picture: pathlib.Path, label: str, title: str) -> None:
     """On each rank, its passes, waits and optimizer, and below them a row for each kind of message."""
     figure, axes = canvas(10, 4.2, bare=False)
     one, rows = axes[0, 0], 1 + len(background)
@@ -101,9 +102,9 @@ def transfers(spans: list[Span], background: tuple[str, ...], picture: pathlib.P
     for span in spans:
         if span.kind in background:
             others = [other for other in spans if (other.rank, other.kind) == (span.rank, span.kind)]
-            lane = 0.9 * (others.index(span) + 0.5) / len(others) - 0.45  # each has its own height in the row
+            lane = 0.9 * (others.index(span) % 3 + 0.5) / 3 - 0.45  # some are under way at the same time
             one.barh(rows * span.rank + 1 + background.index(span.kind) + lane, span.end - span.start, left=span.start,
-                     height=0.9 / len(others), color=COLOURS[span.kind])
+                     height=0.3, color=COLOURS[span.kind])
         else:
             one.barh(rows * span.rank, span.end - span.start, left=span.start, height=0.8, color=COLOURS[span.kind],
                      linewidth=0)
@@ -111,6 +112,7 @@ def transfers(spans: list[Span], background: tuple[str, ...], picture: pathlib.P
     one.set_yticks([*range(rows * len(ranks))], [text for rank in ranks for text in (
         f"rank {rank}", *(f"its {kind}s" for kind in background))])
     one.set(xlim=(min(span.start for span in spans), 1.01 * seconds_of(spans)))
+    one.set_title(title, loc="left", fontsize=13, color=INK)
     one.invert_yaxis()
     kinds = [kind for kind in COLOURS if any(span.kind == kind for span in spans)]
     save(figure, axes, picture, label, kinds)

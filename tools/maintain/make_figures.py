@@ -82,11 +82,11 @@ def of_schedules(draw, engines: tuple[str, ...]):
     return lambda folder, picture: draw({engine: traces_of_schedules(folder)[engine] for engine in engines}, picture)
 
 
-def background(step: str, flags: list, kinds: tuple[str, ...], label: str, part=lambda spans: spans):
+def background(step: str, flags: list, kinds: tuple[str, ...], label: str, title: str, part=lambda spans: spans):
     """A figure of what two ranks send in the background during a step, or a part of it."""
     def draw(folder: pathlib.Path, picture: pathlib.Path) -> None:
         trace = traces(folder, {f"step{step}": [step, "--dp_size", 2, *flags]}, [], 2, part)[f"step{step}"]
-        figures_measured.transfers(part(figures_measured.read_trace(trace)), kinds, picture, label)
+        figures_measured.transfers(part(figures_measured.read_trace(trace)), kinds, picture, label, title)
 
     return draw
 
@@ -94,7 +94,8 @@ def background(step: str, flags: list, kinds: tuple[str, ...], label: str, part=
 def sharded(step: str, level: int):
     """A step of two micro-batches."""
     return background(step, ["--zero", level, "--gradient_accumulation_steps", 2, "--micro_batch_size", 8],
-                      ("all-gather", "reduce-scatter"), "seconds since the step's first forward began")
+                      ("all-gather", "reduce-scatter"), "seconds since the step's first forward began",
+                      f"A step of two micro-batches with ZeRO {level}")
 
 
 def unlike(folder: pathlib.Path, picture: pathlib.Path) -> None:
@@ -126,7 +127,7 @@ def plan(folder: pathlib.Path, picture: pathlib.Path) -> None:
 
 
 COURSE, BEYOND, VIRTUAL = ("afab", "1f1b"), ("1f1b", "zb"), ("1f1b", "interleaved", "interleaved_zb")
-DRAWN = ("grid", "collectives", "column_row", "sequence_parallel", "ring")
+DRAWN = ("grid", "collectives", "column_row", "sequence_parallel", "ring", "axes_of_a_block")
 FIGURES = {  # name -> draw(folder of runs, picture)
     **{name: lambda _, picture, draw=getattr(figures_drawn, name): draw(picture) for name in DRAWN},
     "timelines": of_schedules(figures_measured.timelines, COURSE),
@@ -136,7 +137,8 @@ FIGURES = {  # name -> draw(folder of runs, picture)
     "zero_bubble_activations": of_schedules(figures_measured.activations, BEYOND),
     "zero": sharded("12", 2), "fsdp": sharded("13", 3),
     "buckets": background("6", ["--gradient_accumulation_steps", 4], ("all-reduce",),
-                          "seconds since the last micro-batch's backward began", figures_measured.last_backward),
+                          "seconds since the last micro-batch's backward began", "The last micro-batch's backward",
+                          figures_measured.last_backward),
     "unlike": unlike, "plan": plan,
     "muon": lambda folder, picture: figures_measured.muon(course_muon.compare(folder), picture),
 }

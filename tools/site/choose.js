@@ -25,15 +25,24 @@ function* splits(job) {
       }
 }
 
+/** Ranks over which ZeRO divides a parameter, and over which one of an expert. */
+function shards(job, { dp, cp, ep, zero }) {
+  const gcd = (a, b) => (b ? gcd(b, a % b) : a),
+    size = (zero && job.shard_size) || dp * cp;
+  return [size, gcd(Math.max(Math.floor(size / ep), 1), (dp * cp) / ep)];
+}
+
 /** Why the steps do not train like this, or why nobody would; null: they do. */
 function refusal(job, split) {
-  const { dp, tp, pp, cp } = split,
+  const { dp, tp, pp, cp, zero } = split,
     m = job.global_batch / dp / job.micro_batch;
   if (job.heads % tp || job.kv_heads % tp || job.width % tp)
     return `tp ${tp} does not divide the heads, the key/value heads or the MLP's width`;
   if (pp * chunks(job, split) > job.layers) return `there are more stages or chunks than the ${job.layers} layers`;
   if (m % 1) return `dp ${dp} does not divide the global batch into whole micro-batches`;
   if (cp > 1 && job.seq_len % (2 * cp * tp)) return `2 x cp ${cp} x tp ${tp} does not divide the tokens of a sample`;
+  if ((dp * cp) % shards(job, split)[0] || (zero && job.shard_size === 1))
+    return `groups of ${job.shard_size} do not divide dp ${dp} x cp ${cp} replicas`;
   return m < pp ? `pp ${pp}: fewer micro-batches than stages never fill the pipeline` : null;
 }
 
@@ -98,10 +107,11 @@ function activations(job, split, rank, m) {
 }
 
 function held(job, split, rank, m) {
-  const { dp, tp, pp, cp, zero, ep } = split,
+  const { tp, pp, zero } = split,
     [layers, experts, rest] = parameters(job, split, rank),
+    [size, ofExpert] = shards(job, split),
     owned = layers + experts + rest,
-    divided = (layers + rest + ep * experts) / (dp * cp);
+    divided = (layers + rest) / size + experts / ofExpert;
   const table = (job.hidden * job.vocab) / tp,
     layer = (layers + experts) / layersOf(job, split, rank),
     number = numberBytes(job),
@@ -110,16 +120,24 @@ function held(job, split, rank, m) {
     gradients = 4 * (zero > 1 ? divided : owned);
   if (zero === 2) gradients += 4 * Math.max(table, (job.hidden * job.width) / tp);
   if (zero === 3) {
-    weights = 4 * divided + 2 * number * layer + 4 * rest + (rank === pp - 1 ? copies * table : 0);
-    gradients += 2 * 4 * layer + 4 * rest;
+    const gathered = job.gather_once ? layers + experts : 2 * layer;
+    weights = 4 * divided + number * gathered + 4 * rest + (rank === pp - 1 ? copies * table : 0);
+    gradients += 4 * gathered + 4 * rest;
   }
   const AdamW = 8 * (zero > 0 ? divided : owned);
   return { weights, gradients, AdamW, activations: activations(job, split, rank, m) };
 }
 
+function sentToCopies(job, split, rank) {
+  const [layers, experts, rest] = parameters(job, split, rank),
+    [size, ofExpert] = shards(job, split),
+    n = split.dp * split.cp;
+  return 8 * ((((n - size) / n) * (layers + rest)) / size + ((1 - (ofExpert * split.ep) / n) * experts) / ofExpert);
+}
+
 function sent(job, split, rank, m) {
-  const { dp, tp, pp, zero, cp, ep, sp } = split,
-    n = dp * cp,
+  const { tp, pp, zero, cp, ep, sp } = split,
+    [size, ofExpert] = shards(job, split),
     [first, last] = [rank === 0, rank === pp - 1];
   const tokens = (m * job.micro_batch * job.seq_len) / cp,
     number = numberBytes(job),
@@ -131,13 +149,17 @@ function sent(job, split, rank, m) {
     norms = sp ? 4 * (2 * count + last + count * job.experts) * job.hidden : 0,
     weights = job.experts ? count * tokens * rows * number : 0;
   const [layers, experts, rest] = parameters(job, split, rank),
-    times = 4 * [2, 2, m + 1, m][zero],
-    gathered = zero === 3 ? m * number * (2 - (pp === 1 ? 1 / count : 0)) : 0,
+    [scatters, gathers] = job.gather_once ? [1, 1] : [m, m * (2 - (pp === 1 ? 1 / count : 0))],
+    times = 4 * [2, 2, m + 1, scatters][zero],
+    gathered = zero === 3 ? number * gathers : 0,
     everywhere = times * (layers + rest) + gathered * layers + (zero === 3 ? 4 * rest : 0);
   const tied = job.tied && (first || last) ? (4 * job.vocab * job.hidden) / tp : 0,
     keys = (2 * count * tokens * job.kv_heads * job.head_dim) / tp;
   return {
-    dp: ((n - 1) / n) * everywhere + ((n - ep) / n) * (times + gathered) * experts,
+    dp:
+      ((size - 1) / size) * everywhere +
+      ((ofExpert - 1) / ofExpert) * (times + gathered) * experts +
+      sentToCopies(job, split, rank),
     tp: ((2 * (tp - 1)) / tp) * (sums * hidden + last * 12 * tokens + norms + weights),
     cp: cp > 1 ? keys * ((job.recompute ? 3 : 2) * (cp - 1) * number + 4 * cp) : 0,
     pp: pp > 1 ? ((2 * chunks(job, split) - first - last) * hidden) / (sp ? tp : 1) + tied : 0,
@@ -154,10 +176,14 @@ function price(job, split) {
   const volume = Object.fromEntries(AXES.map((axis) => [axis, Math.max(...volumes.map((each) => each[axis]))]));
   const bubble = (pp - 1) / ((engine.endsWith("zb") ? 3 : 1) * chunks(job, split) * m + pp - 1);
   const spans = { tp, cp: tp * cp, pp: tp * cp * pp, ep: tp * cp * pp * ep, dp: dp > 1 ? job.ranks : tp * cp };
-  const seconds = AXES.map((axis) => volume[axis] / (job.per_machine % spans[axis] === 0 ? job.inside : job.between));
+  const toCopies = Math.max(...range(pp).map((rank) => sentToCopies(job, split, rank))),
+    [size] = shards(job, split);
+  if (size < dp * cp) spans.dp = size <= cp ? tp * size : tp * pp * size;
+  const rate = (axis) => (job.per_machine % spans[axis] === 0 ? job.inside : job.between);
+  const seconds = AXES.map((axis) => (volume[axis] - (axis === "dp" ? toCopies : 0)) / rate(axis));
   const active = allParameters({ ...job, experts: job.experts && job.experts_per_token }),
     passes = (6 * active * job.global_batch * job.seq_len) / job.ranks / job.flops;
-  const lost = passes * ((job.recompute ? 4 / 3 : 1) / (1 - bubble) - 1) + sum(seconds);
+  const lost = passes * ((job.recompute ? 4 / 3 : 1) / (1 - bubble) - 1) + sum(seconds) + toCopies / job.between;
   return { split, microbatches: m, held: fullest, memory: sum(fullest), sent: volume, bubble, lost };
 }
 
@@ -202,7 +228,8 @@ function showChoice() {
     const job = numbersOf(form);
     for (const [name, unit] of Object.entries(UNITS)) job[name] *= unit;
     if (job.hidden % job.heads) throw new Error("Query heads: choose a number that divides the hidden size.");
-    const chosen = { dtype: fields.dtype.value, tied: fields.tied.checked, recompute: fields.recompute.checked };
+    const chosen = { dtype: fields.dtype.value, tied: fields.tied.checked, recompute: fields.recompute.checked,
+      gather_once: fields.gather_once.checked };
     return { ...job, ...chosen, head_dim: job.hidden / job.heads };
   }
 
