@@ -80,6 +80,7 @@ def alone(models):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_topology_equals_one_process(case, alone, models):
     one, many = alone(case.baseline), train_here(case, models)
+    assert ["validation_loss" in row for row in one.rows] == [False, True, False]
     assert_same_math(one, many, case.num_steps)
     check_clipping(case, one)
     if case.num_experts and case.samples == 2:

@@ -32,7 +32,7 @@ def loader(monkeypatch, tmp_path):
                device="cpu"):
         grid = types.SimpleNamespace(dp_rank=dp_rank, dp_world_size=dp_size)
         monkeypatch.setattr(pgm, "process_group_manager", grid)
-        samples = dataloader.load_samples(str(corpus), str(TINY), seq_len, 1024, num_samples, str(tmp_path / "cache"))
+        [samples] = dataloader.load_samples(str(corpus), str(TINY), seq_len, 1024, num_samples, str(tmp_path / "cache"))
         return dataloader.MicroBatchDataLoader(samples, micro_batch_size, accumulation, torch.device(device))
 
     return loader

@@ -46,8 +46,9 @@ class RunLogger:
             dist.all_reduce(self.memory, dist.ReduceOp.MAX)  # some ranks hold more
         if not self.enabled:
             return
-        if not math.isfinite(loss + grad_norm):
-            raise UserError(f"diverged: step {step} has loss {loss}, gradient norm {grad_norm}: lower --learning_rate")
+        if not math.isfinite(loss + grad_norm + sum(more.values())):
+            raise UserError(f"diverged: step {step} has loss {loss}, gradient norm {grad_norm}"
+                            f"{f', {more}' if more else ''}: lower --learning_rate")
         row = {"step": step, "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate,
                "trained_tokens": step * self.tokens_per_step, "tokens_per_second": self.tokens_per_step / seconds,
                "tokens_per_second_per_rank": self.tokens_per_step / seconds / self.world_size,
@@ -59,7 +60,8 @@ class RunLogger:
             "trained_tokens", "tokens_per_second", "tokens_per_second_per_rank"))
         print(f"step {step}/{self.num_steps} | loss {loss:.4f} | grad norm {grad_norm:.3f} | "
               f"{tokens} tokens | {speed} tokens/s | {per_rank} per rank | {row['memory_gb']:.2f} GB",
-              *(f"| {name.replace('_', ' ')} {value:.2f}" for name, value in more.items()), flush=True)
+              *(f"| {name.replace('_', ' ')} {value:{'.2f' if name == 'expert_load' else '.4f'}}"
+                for name, value in more.items()), flush=True)
 
     def close(self) -> None:
         if not self.enabled:
