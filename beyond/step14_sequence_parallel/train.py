@@ -13,7 +13,7 @@ import process_group_manager as pgm
 from data_parallel import DataParallelBucket, all_reduce_loss_across_dp_ranks
 from dataloader import MicroBatchDataLoader, load_samples
 from fsdp import FullyShardedDataParallel
-from metrics import RunLogger
+from metrics import RunLogger, seconds_at_peak
 from model import Llama, cast_weights_once, init_weights
 from pipeline_parallel import PipelineParallel, run_schedule
 from sequence_parallel import Gather, Scatter, check_sequence_parallel, sum_norm_gradients
@@ -79,6 +79,7 @@ def parse_args():
     parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
     parser.add_argument("--wandb_project", default="picotron_tutorial")
     parser.add_argument("--wandb_group", help="W&B shows the runs of a group together")
+    parser.add_argument("--peak_tflops", type=positive_float, help="of a rank's device, for MFU (default: known GPUs')")
     parser.add_argument("--profile_batch", type=zero_or_more, default=0, help="write this step's timeline (0: none)")
     return check_sequence_parallel(check_zero(parser.parse_args()))
 
@@ -184,6 +185,7 @@ def main():
     print_parameters(model.module, device, dtype, args.learning_rate)
     scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
+    at_peak = seconds_at_peak(args, config, device, dtype, tokens_per_step / grid.world_size)
 
     for step in range(1, num_steps + 1):
         if step == args.profile_batch:
@@ -195,7 +197,8 @@ def main():
         loss = all_reduce_loss_across_dp_ranks(loss)
         grad_norm = update_weights(args, model, optimizer)
         numbers = loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start
-        logger.log(step, *numbers, **evaluate(args, step, model, held_out))
+        mfu = {"mfu": at_peak / numbers[-1]} if at_peak else {}  # model FLOPs utilization
+        logger.log(step, *numbers, **mfu, **evaluate(args, step, model, held_out))
         scheduler.step()
         if step == args.profile_batch:
             timeline.write(os.path.join(args.log_dir, args.run_name, f"timeline_batch{step}_all.json"), grid)

@@ -100,17 +100,14 @@ class RoundLogger(RunLogger):
         self.args, self.rows = args, []
 
     def log(self, step: int, loss: float, grad_norm: float, *others: float, **more: float) -> None:
-        """Takes the loss and the gradient norm of this replica. Those recorded are means over the replicas.
-
-        `more` is of all replicas, at the end of a round.
-        """
-        self.rows.append((step, loss, grad_norm, *others))
+        """Takes the loss and the gradient norm of this replica. Those recorded are means over the replicas."""
+        self.rows.append(((step, loss, grad_norm, *others), more))
         if not ends_round(self.args, step, self.num_steps):
             return
         group = pgm.process_group_manager.dp_group
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        means = torch.tensor(self.rows, dtype=torch.float64, device=device)[:, 1:3] / group.size()
+        means = torch.tensor([row[1:3] for row, _ in self.rows], dtype=torch.float64, device=device) / group.size()
         dist.all_reduce(means, group=group)
-        for (step, _, _, *others), mean in zip(self.rows, means.tolist()):
-            super().log(step, *mean, *others, **(more if step == self.rows[-1][0] else {}))
+        for ((step, _, _, *others), more), mean in zip(self.rows, means.tolist()):
+            super().log(step, *mean, *others, **more)
         self.rows.clear()
