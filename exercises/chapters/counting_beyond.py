@@ -60,7 +60,7 @@ def zero_bytes(attempt, num_parameters, replicas):
 
 
 @counts("13", "bytes", hints=(
-    "To gather P numbers over n ranks, each sends its part to all others: 4 P (n - 1) / n bytes. A scatter is the same.",
+    "To gather P numbers, each of n ranks sends its part to the others: 4 P (n - 1) / n bytes. So does a scatter.",
     "In each micro-batch a layer is gathered in forward and in backward; only the last one is still there.",
     "The rest is gathered once a step. All gradients are scattered in each micro-batch."),
     sizes=lambda: [dict(layer=1, layers=layers, rest=1, replicas=n, microbatches=m) | fsdp_run(layers, n, m)[1]
