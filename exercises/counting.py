@@ -142,3 +142,43 @@ def layers_that_fit(memory, vocab, hidden, width):
     layer = 4 * hidden * hidden + 3 * hidden * width + 2 * hidden
     rest = 2 * vocab * hidden + hidden
     return max(0, (memory / 16 - rest) // layer)
+
+
+def unlike_pipelines_units(pipelines):
+    """Units of time of an optimizer step."""
+    # a stage waits while the micro-batches before it are on other stages, and all pipelines for the slowest
+    return max(3 * layers * (microbatches + stages - 1) for stages, layers, microbatches in pipelines)
+
+
+def zero_bytes(num_parameters, replicas):
+    """Bytes that a rank keeps at the end of an optimizer step."""
+    # all weights, and a share of the gradients and AdamW's two moments
+    return 4 * num_parameters + 12 * num_parameters / replicas
+
+
+def fsdp_bytes(layer, layers, rest, replicas, microbatches):
+    """Bytes that a rank sends in an optimizer step."""
+    # a layer is gathered forward and backward, but the last one stays; its gradient is scattered each time
+    of_layers = microbatches * layer * (2 * layers - 1 + layers)
+    of_rest = rest * (1 + microbatches)
+    return 4 * (of_layers + of_rest) * (replicas - 1) / replicas
+
+
+def norm_gradient_bytes(layers, hidden, ranks):
+    """Bytes that a rank sends for the gradients of the norms."""
+    norms = 2 * layers + 1
+    return 2 * (ranks - 1) / ranks * 4 * norms * hidden
+
+
+def ring_attention_bytes(tokens, kv_heads, head_dim, ranks):
+    """Bytes that a rank sends in forward and backward of a layer."""
+    # keys and values of a rank's own tokens go around, twice; their gradients return to where they began
+    block = 2 * 4 * tokens / ranks * kv_heads * head_dim
+    return block * (2 * (ranks - 1) + ranks)
+
+
+def active_parameters(hidden, width, layers, experts, per_token):
+    """Parameters that are multiplied by one token, in the layers."""
+    # four of attention, the router, and the experts that the token passes
+    matrices = 4 * hidden * hidden + hidden * experts + per_token * 3 * hidden * width
+    return layers * matrices

@@ -39,26 +39,28 @@ class RunLogger:
             json.dump(config, file, indent=2)
         self.wandb = start_wandb(f"{args.run_name}_{grid}", config, folder) if args.use_wandb else None
 
-    def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float) -> None:
+    def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float, **more) -> None:
         """Records optimizer step `step`, counted from 1. All ranks call it. Raises UserError for a loss of NaN."""
         if step < 3 or step % 10 == 0:  # not in each step: it costs time
             self.memory = torch.tensor(peak_memory_gb(), device="cuda" if dist.get_backend() == "nccl" else "cpu")
             dist.all_reduce(self.memory, dist.ReduceOp.MAX)  # some ranks hold more
         if not self.enabled:
             return
-        if not math.isfinite(loss + grad_norm):
-            raise UserError(f"diverged: step {step} has loss {loss}, gradient norm {grad_norm}: lower --learning_rate")
+        if not math.isfinite(loss + grad_norm + sum(more.values())):
+            raise UserError(f"diverged: step {step} has loss {loss}, gradient norm {grad_norm}"
+                            f"{f', {more}' if more else ''}: lower --learning_rate")
         row = {"step": step, "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate,
                "trained_tokens": step * self.tokens_per_step, "tokens_per_second": self.tokens_per_step / seconds,
                "tokens_per_second_per_rank": self.tokens_per_step / seconds / self.world_size,
-               "memory_gb": self.memory.item(), "step_seconds": seconds}
+               "memory_gb": self.memory.item(), "step_seconds": seconds, **more}
         self.metrics.write(json.dumps(row) + "\n")
         if self.wandb:
             self.wandb.log(row, step=step)
         tokens, speed, per_rank = (to_readable_format(row[name]) for name in (
             "trained_tokens", "tokens_per_second", "tokens_per_second_per_rank"))
         print(f"step {step}/{self.num_steps} | loss {loss:.4f} | grad norm {grad_norm:.3f} | "
-              f"{tokens} tokens | {speed} tokens/s | {per_rank} per rank | {row['memory_gb']:.2f} GB", flush=True)
+              f"{tokens} tokens | {speed} tokens/s | {per_rank} per rank | {row['memory_gb']:.2f} GB",
+              *(f"| {name.replace('_', ' ')} {value:.4f}" for name, value in more.items()), flush=True)
 
     def close(self) -> None:
         if not self.enabled:

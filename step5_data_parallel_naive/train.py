@@ -51,6 +51,7 @@ def parse_args():
     parser.add_argument("--micro_batch_size", type=positive_int, default=4, help="samples that pass the model at once")
     parser.add_argument("--gradient_accumulation_steps", type=positive_int, default=8, help="micro-batches a step")
     parser.add_argument("--max_tokens", type=positive_int, default=204800, help="tokens to train on")
+    parser.add_argument("--eval_every", type=zero_or_more, default=0, help="steps between evaluations (0: none)")
     # Parallelism
     parser.add_argument("--tp_size", type=positive_int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--dp_size", type=positive_int, default=1, help="data-parallel ranks")
@@ -69,7 +70,7 @@ def parse_args():
 
 
 def train_step(model, data_loader) -> torch.Tensor:
-    """Forward and backward of one optimizer step's micro-batches. Returns their mean loss."""
+    """Forward and, unless gradients are off, backward of an optimizer step's micro-batches. Returns their mean loss."""
     total_loss = 0.0
     num_microbatches = data_loader.gradient_accumulation_steps
     for i in range(num_microbatches):
@@ -78,19 +79,29 @@ def train_step(model, data_loader) -> torch.Tensor:
         logits = model(batch["input_ids"])  # (B, T, V/tp)
         loss = cross_entropy(logits, batch["target_ids"], model.module.config.vocab_size) / num_microbatches
         del logits  # the largest tensor of all, and backward does not need it
-        loss.backward()  # gradients add up, and each is divided already: their sum is the gradient of the mean loss
+        if torch.is_grad_enabled():
+            loss.backward()  # gradients add up, each divided already: their sum is the gradient of the mean loss
         total_loss += loss.detach()
     return total_loss
 
 
-def make_data_loader(args, config, device, num_samples: int) -> MicroBatchDataLoader:
-    """This dp rank's micro-batches."""
+def evaluate(args, step: int, model, held_out: list[MicroBatchDataLoader]) -> dict[str, float]:
+    """Every `--eval_every` steps the mean loss of the held-out samples, a global batch which is never trained on."""
+    if not held_out or step % args.eval_every:
+        return {}
+    with torch.no_grad(), cast_weights_once():
+        return {"validation_loss": all_reduce_loss_across_dp_ranks(train_step(model, *held_out)).item()}
+
+
+def make_data_loaders(args, config, device, num_steps: int, global_batch_size: int) -> list[MicroBatchDataLoader]:
+    """The run's micro-batches and, with --eval_every, those of the held-out samples: the last global batch."""
     os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
     os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
-    samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size, num_samples,
-                           os.path.join(args.log_dir, "token_cache"))
-    return MicroBatchDataLoader(
-        samples, args.micro_batch_size, args.gradient_accumulation_steps, device, args.num_workers)
+    parts = load_samples(
+        args.dataset_name, args.model_name, args.seq_len, config.vocab_size, num_steps * global_batch_size,
+        os.path.join(args.log_dir, "token_cache"), held_out=global_batch_size if args.eval_every else 0)
+    sizes = args.micro_batch_size, args.gradient_accumulation_steps
+    return [MicroBatchDataLoader(part, *sizes, device, args.num_workers) for part in parts]
 
 
 def print_parameters(model, device, dtype, learning_rate: float) -> None:
@@ -123,7 +134,7 @@ def main():
     if num_steps == 0:
         raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
 
-    data_loader = make_data_loader(args, config, device, num_steps * global_batch_size)
+    data_loader, *held_out = make_data_loaders(args, config, device, num_steps, global_batch_size)
     init_weights(model, args.seed, device, split_over_tp)
     if args.compile:
         compile_layers(model.decoder_layers.children(), device)
@@ -142,7 +153,8 @@ def main():
         loss = all_reduce_loss_across_dp_ranks(loss)
         grad_norm = clip_grad_norm(model, args.max_grad_norm)
         optimizer.step()
-        logger.log(step, loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start)
+        numbers = loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start
+        logger.log(step, *numbers, **evaluate(args, step, model, held_out))
         scheduler.step()
     logger.close()
     dist.destroy_process_group()

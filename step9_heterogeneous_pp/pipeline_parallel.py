@@ -155,16 +155,16 @@ def backward_microbatch(x: torch.Tensor | None, out: torch.Tensor, received: tor
 @cast_weights_once()
 def run_schedule(schedule, model: nn.Module, data_iter: Iterator[dict], criterion: Callable,
                  num_microbatches: list[int], communication: StageCommunication) -> torch.Tensor:
-    """Runs this pipeline's micro-batches of one optimizer step through this stage, in the order that `schedule` gives.
+    """Runs an optimizer step's micro-batches through this stage, as `schedule` orders. Without gradients: forward only.
 
     `criterion(output, batch)` is the loss of one micro-batch, and `num_microbatches` lists those of all pipelines.
     Returns this pipeline's part of the mean loss on the last stage, zero on the others.
-    Afterwards `model.peak_live_activations` is the largest number of micro-batches whose activations were alive at
-    once.
+    Then `model.peak_live_activations` is the most micro-batches whose activations were alive at once.
     """
     grid, stage = pgm.process_group_manager, model.module
     own_num_microbatches, total_num_microbatches = num_microbatches[grid.dp_rank], sum(num_microbatches)
-    actions = list(schedule(grid.pp_rank, grid.pp_world_size, own_num_microbatches))
+    actions = [action for action in schedule(grid.pp_rank, grid.pp_world_size, own_num_microbatches)
+               if action.kind == "F" or torch.is_grad_enabled()]
     total_loss = torch.zeros((), dtype=torch.promote_types(stage.dtype, torch.float32), device=communication.device)
     batches: dict[int, dict] = {}  # read when their forward is one of the next two actions
     alive: dict[int, tuple] = {}  # micro-batch -> what its backward needs
@@ -182,7 +182,8 @@ def run_schedule(schedule, model: nn.Module, data_iter: Iterator[dict], criterio
             with timeline.span("forward", i):
                 x, out = forward_microbatch(model, batches[i], received, criterion, total_num_microbatches)
             communication.send(action, out)
-            alive[i] = (x, out)
+            if torch.is_grad_enabled():
+                alive[i] = (x, out)
             model.peak_live_activations = max(model.peak_live_activations, len(alive))
             if grid.pp_is_last_stage:
                 total_loss = total_loss + out.detach()
@@ -193,5 +194,6 @@ def run_schedule(schedule, model: nn.Module, data_iter: Iterator[dict], criterio
                 gradient = backward_microbatch(*alive.pop(i), received)
             communication.send(action, gradient)
     communication.finish()
-    model.finish_gradient_sync()
+    if torch.is_grad_enabled():
+        model.finish_gradient_sync()
     return total_loss

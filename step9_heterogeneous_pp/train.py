@@ -83,6 +83,7 @@ def parse_args(doc: str, reads_weights: bool = False, **defaults):
     parser.add_argument("--gradient_accumulation_steps", type=positive_int, default=8, help="micro-batches a step")
     parser.add_argument("--num_microbatches", type=counts, metavar="6,2", help="instead: those of each pipeline")
     parser.add_argument("--max_tokens", type=positive_int, default=204800, help="tokens to train on")
+    parser.add_argument("--eval_every", type=zero_or_more, default=0, help="steps between evaluations (0: none)")
     parser.add_argument("--steps", type=positive_int, help="instead: optimizer steps")
     # Parallelism
     parser.add_argument("--tp_size", type=positive_int, default=1, help="tensor-parallel ranks")
@@ -152,6 +153,16 @@ def make_llama(args, plugin: HeterogeneousParallelPlugin) -> Task:
     return Task(model, criterion, lambda stage: init_weights(stage.model, args.seed, plugin.device, split_over_tp))
 
 
+def evaluate(args, step: int, plugin, model: nn.Module, task: Task, held_out: list) -> dict[str, float]:
+    """Every `--eval_every` steps the mean loss of the held-out samples, without dropout."""
+    if not held_out or step % args.eval_every:
+        return {}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):  # a DataLoader draws a number from dropout's generator
+        loss = plugin.execute_pipeline(*map(iter, held_out), model.eval(), task.criterion, optimizer=None)
+    model.train()
+    return {"validation_loss": loss.item()}
+
+
 def main(doc: str = __doc__, make_task: Callable = make_llama, reads_weights: bool = False, **defaults):
     """Trains the task that make_task(args, plugin) returns. `defaults` are other values of flags than those above."""
     args = parse_args(doc, reads_weights, **defaults)
@@ -169,9 +180,11 @@ def main(doc: str = __doc__, make_task: Callable = make_llama, reads_weights: bo
         raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
     check_profile_batch(args.profile_batch, num_steps)
 
-    samples = load_samples(args.dataset_name, args.model_name or TINY_LLAMA, args.seq_len, task.model.config.vocab_size,
-                           num_steps * plugin.global_batch_size, os.path.join(args.log_dir, "token_cache"))
-    data_loader = plugin.prepare_dataloader(samples, collate_fn=collate_batch, num_workers=args.num_workers)
+    parts = load_samples(args.dataset_name, args.model_name or TINY_LLAMA, args.seq_len, task.model.config.vocab_size,
+                         num_steps * plugin.global_batch_size, os.path.join(args.log_dir, "token_cache"),
+                         held_out=plugin.global_batch_size if args.eval_every else 0)
+    data_loader, *held_out = (
+        plugin.prepare_dataloader(part, collate_fn=collate_batch, num_workers=args.num_workers) for part in parts)
     adamw = functools.partial(torch.optim.AdamW, lr=args.learning_rate, fused=True)
     model, optimizer, data_loader = plugin.configure(task.model, adamw, data_loader, task.weights, args.seed)
     with pgm.together():
@@ -189,7 +202,8 @@ def main(doc: str = __doc__, make_task: Callable = make_llama, reads_weights: bo
             grad_norm = plugin.clip_grad_norm(model, args.max_grad_norm)
         with timeline.span("optimizer"):
             optimizer.step()
-        logger.log(step, loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start)
+        numbers = loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start
+        logger.log(step, *numbers, **evaluate(args, step, plugin, model, task, held_out))
         scheduler.step()
         if step == args.profile_batch:
             timeline.write(os.path.join(args.log_dir, args.run_name, f"timeline_batch{step}_all.json"), grid)

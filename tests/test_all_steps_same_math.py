@@ -11,7 +11,7 @@ import functools
 
 import pytest
 import torch
-from recordings import NUM_LAYERS, Case, Run, assemble, assert_same_math, read_run, record, train_here
+from recordings import NUM_LAYERS, Case, Run, assemble, assert_same_math, read_run, record, train_flags_here, train_here
 
 CASES = [  # each idea of a step once
     Case(4, tp=4, accumulation=2, variant="vocab1022", max_grad_norm=0),
@@ -80,11 +80,25 @@ def alone(models):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_topology_equals_one_process(case, alone, models):
     one, many = alone(case.baseline), train_here(case, models)
+    assert ["validation_loss" in row for row in one.rows] == [False, True, False]
     assert_same_math(one, many, case.num_steps)
     check_clipping(case, one)
     if case.num_experts and case.samples == 2:
         check_unreached(case, one.ranks[0])
     check_live_activations(case, many.ranks)
+
+
+@pytest.mark.parametrize("case", [
+    Case(13, dp=2, accumulation=2, zero=3, variant="tied"), Case(9, pipelines="3,2;5", num_microbatches="6,2"),
+    Case(16, dp=2, ep=2, pp=2, accumulation=2, num_experts=4, engine="zb", balance_bias=0.01)], ids=str)
+def test_evaluations_change_nothing(case, models):
+    """To the last bit. Experts are counted in training alone."""
+    never, always = (train_flags_here(case.step, case.num_processes, [*case.flags(models), "--eval_every", every]).rows
+                     for every in (0, 1))
+    for row, evaluated in zip(never, always, strict=True):
+        del evaluated["validation_loss"]
+        assert evaluated.keys() == row.keys()
+        assert all(evaluated[name] == row[name] for name in ("loss", "grad_norm", "expert_load") if name in row)
 
 
 @pytest.fixture(scope="module")

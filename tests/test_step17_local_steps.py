@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from recordings import NUM_LAYERS, TOLERANCE, Case, assemble, train_here
-from step_modules import RandomSamples
+from step_modules import random_samples
 
 from launch import modules_of
 
@@ -38,14 +38,19 @@ def local_step(replica: torch.nn.Module, optimizer, micro_batches: list[torch.Te
 
 
 def play(case: Case, models) -> tuple[list[tuple[float, float]], torch.nn.Module]:
-    """The rows of all steps, means over the replicas, and the weights that they agree on in the end."""
+    """The rows of all steps, means over the replicas, and the weights that they agree on in the end.
+
+    A round's last row ends with the loss of held-out samples, which is that of the weights agreed on.
+    """
     agreed, rows = build(case, models), []
     replicas = [copy.deepcopy(agreed) for _ in range(case.dp)]
     learning_rate = utils.default_learning_rate(agreed.config.hidden_size)
     inner = [torch.optim.AdamW(replica.parameters(), lr=learning_rate) for replica in replicas]
     outer = torch.optim.SGD(agreed.parameters(), lr=case.outer_learning_rate, momentum=case.outer_momentum,
                             nesterov=case.outer_momentum > 0)
-    samples = RandomSamples("", "", case.seq_len, agreed.config.vocab_size, case.num_steps * case.samples, "")
+    samples, held_out = random_samples("", "", case.seq_len, agreed.config.vocab_size, case.num_steps * case.samples, "",
+                                       case.samples)
+    held_out = torch.stack([held_out[i] for i in range(case.samples)])
     micro_batches = torch.stack([samples[i] for i in range(len(samples))]).view(
         case.num_steps, case.accumulation, case.dp, -1, case.seq_len + 1)
     for step in range(1, case.num_steps + 1):
@@ -58,6 +63,10 @@ def play(case: Case, models) -> tuple[list[tuple[float, float]], torch.nn.Module
             outer.step()
             for replica in replicas:
                 replica.load_state_dict(agreed.state_dict())
+            if step % case.local_steps == 0:
+                with torch.no_grad():
+                    rows[-1] += (torch.nn.functional.cross_entropy(
+                        agreed(held_out[:, :-1]).flatten(0, 1), held_out[:, 1:].flatten()).item(),)
     return rows, agreed
 
 
@@ -71,8 +80,9 @@ def test_replicas_are_those_of_one_process(case, models):
     """assemble() compares all copies of a parameter, over dp, tp and the ends of a pipeline, to the last bit."""
     expected, agreed = play(case, models)
     found = train_here(case, models)
-    assert [(row["loss"], row["grad_norm"]) for row in found.rows] == [pytest.approx(row, rel=0, abs=TOLERANCE)
-                                                                      for row in expected]
+    names = ("loss", "grad_norm", "validation_loss")
+    assert [tuple(row[name] for name in names if name in row) for row in found.rows] == [
+        pytest.approx(row, rel=0, abs=TOLERANCE) for row in expected]
     weights, final = dict(agreed.named_parameters()), assemble(found.ranks, "final")
     assert final.keys() == weights.keys()
     for name, weight in weights.items():  # AdamW divides by the gradient's size, so rounding grows

@@ -1,6 +1,7 @@
 """The data loader, as step 5 completes it: which tokens are in which sample, and which rank reads which sample."""
 
 import csv
+import functools
 import gzip
 import io
 import json
@@ -12,7 +13,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from launch import ROOT, fork, losses, modules_of
+from launch import ROOT, fork, losses, metrics, modules_of
 
 with modules_of(5):
     import dataloader
@@ -32,7 +33,7 @@ def loader(monkeypatch, tmp_path):
                device="cpu"):
         grid = types.SimpleNamespace(dp_rank=dp_rank, dp_world_size=dp_size)
         monkeypatch.setattr(pgm, "process_group_manager", grid)
-        samples = dataloader.load_samples(str(corpus), str(TINY), seq_len, 1024, num_samples, str(tmp_path / "cache"))
+        [samples] = dataloader.load_samples(str(corpus), str(TINY), seq_len, 1024, num_samples, str(tmp_path / "cache"))
         return dataloader.MicroBatchDataLoader(samples, micro_batch_size, accumulation, torch.device(device))
 
     return loader
@@ -125,12 +126,27 @@ def test_a_short_corpus_is_repeated_and_says_so(loader, corpus, capsys):
     assert take(data, 3 * (per_epoch - 1)) == (epoch * 3)[: 3 * (per_epoch - 1)]
 
 
+@pytest.mark.parametrize("per_epoch", [6, None])  # before the corpus ends, and to its end
+def test_held_out_samples_are_in_no_epoch(corpus, per_epoch, tmp_path):
+    ids = token_ids(["".join(DOCUMENTS)])
+    kept = per_epoch or (len(ids) - 1) // 8 - 4
+    load = functools.partial(dataloader.load_samples, str(corpus), str(TINY), 8, 1024, cache_dir=str(tmp_path))
+    trained, held_out = ([sample.tolist() for sample in map(part.__getitem__, range(len(part)))]
+                         for part in load(num_samples=per_epoch or 3 * kept, held_out=4))
+    expected = [[*inputs, targets[-1]] for inputs, targets in consecutive(ids, kept + 4)]
+    assert trained == (3 * expected[:kept])[: len(trained)] and held_out == (99 * expected[kept:])[: len(held_out)]
+    with pytest.raises(dataloader.UserError, match=f"holds {len(ids)} tokens, fewer than .* a sample and the 8000 of"):
+        load(num_samples=1, held_out=1000)
+
+
 def test_workers_change_nothing(tmp_path):
     """In train.py: workers that pytest's own process forks would inherit its threads, and end only after seconds."""
     for workers in (0, 2):
         fork(3, 1, "--num_hidden_layers", 1, "--seq_len", 16, "--micro_batch_size", 1, "--max_tokens", 512,
-             "--num_workers", workers, "--log_dir", tmp_path, "--run_name", workers)
+             "--num_workers", workers, "--eval_every", 2, "--log_dir", tmp_path, "--run_name", workers)
     assert losses(tmp_path, "0") == losses(tmp_path, "2") != []
+    evaluated = [[row.get("validation_loss") for row in metrics(tmp_path, name)] for name in "02"]
+    assert evaluated[0] == evaluated[1] and any(evaluated[0])
 
 
 ROWS = [*DOCUMENTS, "2024-01-05", "A book. " * 20000, "", 'He said "no",\n\nand left.']  # a date is text

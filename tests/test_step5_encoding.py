@@ -22,7 +22,7 @@ dist.init_process_group("gloo")
 dist.barrier()  # all ranks have started, however busy the cores are: from now on patience is short
 dist.distributed_c10d._set_pg_timeout(patience := datetime.timedelta(seconds=1.5))
 dist.distributed_c10d._get_default_store().set_timeout(patience)
-samples = dataloader.load_samples(f"{sys.argv[1]}/corpus.txt", TINY_LLAMA, 8, 1024, 4, f"{sys.argv[1]}/cache")
+[samples] = dataloader.load_samples(f"{sys.argv[1]}/corpus.txt", TINY_LLAMA, 8, 1024, 4, f"{sys.argv[1]}/cache")
 assert len(samples) == 4 and encoded == [0] * (dist.get_rank() == 0), encoded
 dist.destroy_process_group()
 """, tmp_path)

@@ -171,8 +171,7 @@ FAULTS = {
         2, PP2, "same", ("pytorch/torchtitan#596",)),
     "tied": Fault(
         "8", "The gradients of a tied embedding are not summed between first and last stage: it becomes two weights.",
-        (Edit("pipeline_parallel.py", "    model.finish_gradient_sync()\n    sum_tied_gradients(model.module)\n",
-              "    model.finish_gradient_sync()\n"),),
+        (Edit("pipeline_parallel.py", "        sum_tied_gradients(model.module)\n", ""),),
         2, PP2, "same", ("uw-syfi/piper#13", "NVIDIA/Megatron-LM#844"),
         (Edit("train.py", '    with torch.device("meta"):',
               '    config.tie_word_embeddings = True\n    with torch.device("meta"):'),)),

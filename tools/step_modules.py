@@ -89,16 +89,25 @@ class Training(NamedTuple):
 
 
 class RandomSamples(torch.utils.data.Dataset):
-    """Stands for a corpus, with the arguments of load_samples(): sample i is always the same random tokens."""
+    """Stands for a corpus: sample i is always the same random tokens. `period`: so many samples, again and again."""
 
-    def __init__(self, dataset_name, model_name, seq_len: int, vocab_size: int, num_samples: int, cache_dir):
+    def __init__(self, seq_len: int, vocab_size: int, num_samples: int, first: int = 0, period: int | None = None):
         self.seq_len, self.vocab_size, self.num_samples = seq_len, vocab_size, num_samples
+        self.first, self.period = first, period or num_samples
 
     def __len__(self) -> int:
         return self.num_samples
 
     def __getitem__(self, i: int) -> torch.Tensor:  # (T + 1,)
-        return torch.randint(self.vocab_size, (self.seq_len + 1,), generator=torch.Generator().manual_seed(i))
+        generator = torch.Generator().manual_seed(self.first + i % self.period)
+        return torch.randint(self.vocab_size, (self.seq_len + 1,), generator=generator)
+
+
+def random_samples(dataset_name, model_name, seq_len: int, vocab_size: int, num_samples: int, cache_dir,
+                   held_out: int = 0) -> list[RandomSamples]:
+    """In place of load_samples(), with its arguments."""
+    samples = RandomSamples(seq_len, vocab_size, num_samples)
+    return [samples, RandomSamples(seq_len, vocab_size, num_samples, num_samples, held_out)][: 1 + (held_out > 0)]
 
 
 def train(source: StepSource, size: int, flags: Sequence, prepare: Callable | None = None,
@@ -124,7 +133,7 @@ def train(source: StepSource, size: int, flags: Sequence, prepare: Callable | No
                                          if getattr(param, what) is not None})
 
     def program(rank: int) -> tuple[list, list, list]:
-        modules[rank].train.load_samples = RandomSamples
+        modules[rank].train.load_samples = random_samples
         if prepare:
             prepare(modules[rank], rank)
         modules[rank].train.main()

@@ -189,8 +189,9 @@ def main() -> int:
         return compare(args)
     mesh = make_mesh(dp=args.dp_size, pp=args.pp_size, tp=args.tp_size)
     model = initial_model(args.model_name, getattr(torch, args.dtype))
-    samples = load_samples("sotu", args.model_name, args.seq_len, model.config.vocab_size, args.steps * args.samples,
-                           os.path.join(os.environ.get("XDG_CACHE_HOME", f"{ROOT}/runs"), "token_cache"))
+    [samples] = load_samples(
+        "sotu", args.model_name, args.seq_len, model.config.vocab_size, args.steps * args.samples,
+        os.path.join(os.environ.get("XDG_CACHE_HOME", f"{ROOT}/runs"), "token_cache"))
     train(*parallel(model, mesh, args), mesh, samples, args)
     dist.destroy_process_group()
     os._exit(0)  # torch's stages keep gloo's threads, which may abort the process while Python ends

@@ -220,14 +220,14 @@ def backward_microbatch(x: torch.Tensor, out: torch.Tensor, received: torch.Tens
 
 
 def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: torch.device) -> torch.Tensor:
-    """Runs one optimizer step's micro-batches through this stage, in the order that `schedule` gives.
+    """Runs an optimizer step's micro-batches through this stage, as `schedule` orders. Without gradients: forward only.
 
     `tensor_shape` is that of the hidden states, (B, T, D). Returns the mean loss on the last stage, zero on the others.
-    Afterwards `model.peak_live_activations` is the largest number of micro-batches whose activations were alive at
-    once.
+    Then `model.peak_live_activations` is the most micro-batches whose activations were alive at once.
     """
     grid, num_microbatches = pgm.process_group_manager, data_loader.gradient_accumulation_steps
-    actions = list(schedule(grid.pp_rank, grid.pp_world_size, num_microbatches))
+    actions = [action for action in schedule(grid.pp_rank, grid.pp_world_size, num_microbatches)
+               if action.kind == "F" or torch.is_grad_enabled()]
     communication = StageCommunication(tensor_shape, model.module.dtype, device)
     total_loss = torch.zeros((), device=device)
     alive: dict[int, tuple | list] = {}  # micro-batch -> what its B needs, and then what its W needs
@@ -243,7 +243,8 @@ def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: 
             with timeline.span("forward", i):
                 x, out = forward_microbatch(model, data_loader, received)
             communication.send(action, out)
-            alive[i] = (x, out)
+            if torch.is_grad_enabled():
+                alive[i] = (x, out)
             model.peak_live_activations = max(model.peak_live_activations, len(alive))
             if grid.pp_is_last_stage:
                 total_loss = total_loss + out.detach()
@@ -258,8 +259,9 @@ def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: 
                 weight_gradients.add_weight_gradients(alive.pop(i), model)
     weight_gradients.postpone(False)
     communication.finish()
-    model.finish_gradient_sync()
-    sum_tied_gradients(model.module)
+    if torch.is_grad_enabled():
+        model.finish_gradient_sync()
+        sum_tied_gradients(model.module)
     return total_loss
 
 

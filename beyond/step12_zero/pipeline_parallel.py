@@ -246,14 +246,14 @@ def backward_microbatch(x: torch.Tensor, out: torch.Tensor, received: torch.Tens
 
 
 def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: torch.device) -> torch.Tensor:
-    """Runs one optimizer step's micro-batches through this stage, in the order that `schedule` gives.
+    """Runs an optimizer step's micro-batches through this stage, as `schedule` orders. Without gradients: forward only.
 
     `tensor_shape` is that of the hidden states, (B, T, D). Returns the mean loss on the last stage, zero on the others.
-    Afterwards `model.peak_live_activations` is the largest number of micro-batches whose activations were alive at
-    once, in each chunk counted separately.
+    Then `model.peak_live_activations` is the most micro-batches whose activations were alive at once, in all chunks.
     """
     grid, num_microbatches = pgm.process_group_manager, data_loader.gradient_accumulation_steps
-    actions = list(schedule(grid.pp_rank, grid.pp_world_size, num_microbatches))
+    actions = [action for action in schedule(grid.pp_rank, grid.pp_world_size, num_microbatches)
+               if action.kind == "F" or torch.is_grad_enabled()]
     stage = model.module
     communication = StageCommunication(tensor_shape, stage.dtype, device, len(stage.chunks))
     total_loss = torch.zeros((), device=device)
@@ -270,7 +270,8 @@ def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: 
             with timeline.span("forward", i, chunk):
                 x, out = forward_microbatch(model, chunk, data_loader, received)
             communication.send(action, out)
-            alive[i, chunk] = (x, out)
+            if torch.is_grad_enabled():
+                alive[i, chunk] = (x, out)
             model.peak_live_activations = max(model.peak_live_activations, len(alive))
             if stage.is_last(chunk):
                 total_loss = total_loss + out.detach()
@@ -285,8 +286,9 @@ def run_schedule(schedule, model: nn.Module, data_loader, tensor_shape, device: 
                 weight_gradients.add_weight_gradients(alive.pop((i, chunk)), model)
     weight_gradients.postpone(False)
     communication.finish()
-    model.finish_gradient_sync()
-    sum_tied_gradients(model)
+    if torch.is_grad_enabled():
+        model.finish_gradient_sync()
+        sum_tied_gradients(model)
     return total_loss
 
 

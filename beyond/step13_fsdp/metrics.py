@@ -9,11 +9,17 @@ import itertools
 import json
 import math
 import os
+import re
 
 import torch
 import torch.distributed as dist
 
 from utils import UserError, peak_memory_gb, to_readable_format
+
+# TFLOP/s of dense matmuls in bfloat16, by NVIDIA's data sheets, for GPUs with all of these words in their names. Parts
+# of a GPU (MIG) and laptops' have less.
+PEAK_TFLOPS = {"MIG": None, "Laptop": None, "A100": 312, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989,
+               "GH200": 989, "B200": 2250, "A10": 125, "L4": 121, "L40S": 362, "A6000": 155, "3090": 71, "4090": 165}
 
 
 class RunLogger:
@@ -39,26 +45,28 @@ class RunLogger:
             json.dump(config, file, indent=2)
         self.wandb = start_wandb(f"{args.run_name}_{grid}", config, folder) if args.use_wandb else None
 
-    def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float) -> None:
+    def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float, **more) -> None:
         """Records optimizer step `step`, counted from 1. All ranks call it. Raises UserError for a loss of NaN."""
         if step < 3 or step % 10 == 0:  # not in each step: it costs time
             self.memory = torch.tensor(peak_memory_gb(), device="cuda" if dist.get_backend() == "nccl" else "cpu")
             dist.all_reduce(self.memory, dist.ReduceOp.MAX)  # some ranks hold more
         if not self.enabled:
             return
-        if not math.isfinite(loss + grad_norm):
-            raise UserError(f"diverged: step {step} has loss {loss}, gradient norm {grad_norm}: lower --learning_rate")
+        if not math.isfinite(loss + grad_norm + sum(more.values())):
+            raise UserError(f"diverged: step {step} has loss {loss}, gradient norm {grad_norm}"
+                            f"{f', {more}' if more else ''}: lower --learning_rate")
         row = {"step": step, "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate,
                "trained_tokens": step * self.tokens_per_step, "tokens_per_second": self.tokens_per_step / seconds,
                "tokens_per_second_per_rank": self.tokens_per_step / seconds / self.world_size,
-               "memory_gb": self.memory.item(), "step_seconds": seconds}
+               "memory_gb": self.memory.item(), "step_seconds": seconds, **more}
         self.metrics.write(json.dumps(row) + "\n")
         if self.wandb:
             self.wandb.log(row, step=step)
         tokens, speed, per_rank = (to_readable_format(row[name]) for name in (
             "trained_tokens", "tokens_per_second", "tokens_per_second_per_rank"))
         print(f"step {step}/{self.num_steps} | loss {loss:.4f} | grad norm {grad_norm:.3f} | "
-              f"{tokens} tokens | {speed} tokens/s | {per_rank} per rank | {row['memory_gb']:.2f} GB", flush=True)
+              f"{tokens} tokens | {speed} tokens/s | {per_rank} per rank | {row['memory_gb']:.2f} GB",
+              *(f"| {name.replace('_', ' ')} {value:.4f}" for name, value in more.items()), flush=True)
 
     def close(self) -> None:
         if not self.enabled:
@@ -67,6 +75,28 @@ class RunLogger:
             self.wandb.finish()
         self.metrics.close()
         print(f"metrics: {self.metrics.name}", flush=True)
+
+
+def flops_per_token(config, seq_len: int) -> int:
+    """Floating-point operations of forward and backward for one token: 6 for each weight that multiplies it, and 12 T
+    for each channel of the queries of a layer (PaLM, Chowdhery et al. 2022, appendix B).
+
+    Scores above the diagonal are counted, and what is computed again in backward is not.
+    """
+    heads = config.num_attention_heads * config.head_dim
+    attention = 2 * config.hidden_size * (heads + config.num_key_value_heads * config.head_dim)
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    weights = config.num_hidden_layers * (attention + mlp) + config.vocab_size * config.hidden_size
+    return 6 * weights + 12 * config.num_hidden_layers * heads * seq_len
+
+
+def seconds_at_peak(args, config, device: torch.device, dtype: torch.dtype, tokens: float) -> float | None:
+    """How long a rank computes its share `tokens` of a step at the peak of its device; None where that is not known."""
+    peak = args.peak_tflops
+    if peak is None and device.type == "cuda" and dtype == torch.bfloat16:
+        words = set(re.split("[ -]", torch.cuda.get_device_name(device)))
+        peak = next((peak for name, peak in PEAK_TFLOPS.items() if set(name.split()) <= words), None)
+    return peak and flops_per_token(config, args.seq_len) * tokens / (peak * 1e12)
 
 
 def open_metrics(folder: str):

@@ -34,15 +34,16 @@ CONVERT = "import pandas; pandas.read_excel('A.xlsx').to_csv('A.csv')"
 
 
 class TokenSamples(Dataset):
-    """The samples that a run reads out of a file, T + 1 tokens each. A corpus with fewer samples is repeated."""
+    """The samples that a run reads out of a file, or a part of it, T + 1 tokens each. Too few of them are repeated."""
 
-    def __init__(self, path: str, seq_len: int, num_samples: int):
-        self.path, self.seq_len, self.num_samples = path, seq_len, num_samples
-        self.tokens = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
+    def __init__(self, path: str, seq_len: int, num_samples: int, part: slice = slice(None)):
+        self.path, self.seq_len, self.num_samples, self.part = path, seq_len, num_samples, part
+        tokens = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
+        self.tokens = tokens[part]
         self.samples_per_epoch = (len(self.tokens) - 1) // seq_len
 
     def __reduce__(self):  # a worker process is sent the path instead of all tokens
-        return TokenSamples, (self.path, self.seq_len, self.num_samples)
+        return TokenSamples, (self.path, self.seq_len, self.num_samples, self.part)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -76,31 +77,35 @@ def collate_batch(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def load_samples(dataset_name: str, model_name: str, seq_len: int, vocab_size: int, num_samples: int,
-                 cache_dir: str) -> TokenSamples:
-    """The first `num_samples` samples of the corpus, encoded by the model's tokenizer.
+                 cache_dir: str, held_out: int = 0) -> list[TokenSamples]:
+    """The first `num_samples` samples of the corpus, encoded by the model's tokenizer, and the `held_out` next ones.
 
+    Where the corpus ends before, its last ones are held out, and the others repeated.
     Raises UserError for a corpus that can't be found, read or encoded with this model's vocabulary.
     """
     waiting = dist.new_group(backend="gloo")  # NCCL would abort what takes minutes
     try:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a machine encodes
-            encode_to_file(dataset_name, model_name, num_samples * seq_len + 1, cache_dir)
+            encode_to_file(dataset_name, model_name, (num_samples + held_out) * seq_len + 1, cache_dir)
     finally:  # the others wait for it, however long it takes; where it is killed, gloo notices, and they end
         dist.monitored_barrier(waiting, datetime.timedelta(days=30))
-    path = encode_to_file(dataset_name, model_name, num_samples * seq_len + 1, cache_dir)  # finds the file
+    path = encode_to_file(dataset_name, model_name, (num_samples + held_out) * seq_len + 1, cache_dir)  # finds the file
     samples = TokenSamples(path, seq_len, num_samples)
     dist.all_gather_object(digests := [None] * dist.get_world_size(), hashlib.sha256(samples.tokens).hexdigest())
     if unlike := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise UserError(f"ranks {unlike} read other tokens than rank 0: give them its --dataset_name and tokenizer")
-    if len(samples.tokens) < seq_len + 1:
+    if len(samples.tokens) < (1 + held_out) * seq_len + 1:
+        more = f" and the {held_out * seq_len} of {held_out} held-out ones" if held_out else ""
         raise UserError(f"--dataset_name {dataset_name!r} holds {len(samples.tokens)} tokens, fewer than the "
-                        f"seq_len + 1 = {seq_len + 1} of a sample: choose a larger corpus or a smaller --seq_len")
+                        f"seq_len + 1 = {seq_len + 1} of a sample{more}: choose a larger corpus or a smaller --seq_len")
     if (largest := int(samples.tokens.max())) >= vocab_size:
         raise UserError(f"the tokenizer of {model_name!r} gives the id {largest}, but its config.json has "
                         f"vocab_size={vocab_size}: the two files do not belong together")
+    boundary = (samples.samples_per_epoch - held_out) * seq_len  # the token where the held-out part begins
+    samples = TokenSamples(path, seq_len, num_samples, slice(boundary + 1))
     if dist.get_rank() == 0 and (epochs := num_samples / samples.samples_per_epoch) > 1:
         print(f"the corpus holds {samples.samples_per_epoch} samples: this run reads it {epochs:.1f} times", flush=True)
-    return samples
+    return [samples, TokenSamples(path, seq_len, num_samples, slice(boundary, None))][: 1 + (held_out > 0)]
 
 
 def encode_to_file(dataset_name: str, model_name: str, num_tokens: int, cache_dir: str) -> str:

@@ -13,7 +13,7 @@ import process_group_manager as pgm
 from data_parallel import DataParallelBucket, all_reduce_loss_across_dp_ranks
 from dataloader import MicroBatchDataLoader, load_samples
 from fsdp import FullyShardedDataParallel
-from metrics import RunLogger
+from metrics import RunLogger, seconds_at_peak
 from model import Llama, cast_weights_once, init_weights
 from pipeline_parallel import PipelineParallel, run_schedule
 from sequence_parallel import Gather, Scatter, check_sequence_parallel, sum_norm_gradients
@@ -59,6 +59,7 @@ def parse_args():
     parser.add_argument("--micro_batch_size", type=positive_int, default=4, help="samples that pass the model at once")
     parser.add_argument("--gradient_accumulation_steps", type=positive_int, default=8, help="micro-batches a step")
     parser.add_argument("--max_tokens", type=positive_int, default=204800, help="tokens to train on")
+    parser.add_argument("--eval_every", type=zero_or_more, default=0, help="steps between evaluations (0: none)")
     # Parallelism
     parser.add_argument("--tp_size", type=positive_int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--sequence_parallel", action="store_true", help="divide the tokens over tp ranks as well")
@@ -78,6 +79,7 @@ def parse_args():
     parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
     parser.add_argument("--wandb_project", default="picotron_tutorial")
     parser.add_argument("--wandb_group", help="W&B shows the runs of a group together")
+    parser.add_argument("--peak_tflops", type=positive_float, help="of a rank's device, for MFU (default: known GPUs')")
     parser.add_argument("--profile_batch", type=zero_or_more, default=0, help="write this step's timeline (0: none)")
     return check_sequence_parallel(check_zero(parser.parse_args()))
 
@@ -104,14 +106,31 @@ def update_weights(args, model, optimizer) -> torch.Tensor:
     return grad_norm
 
 
-def make_data_loader(args, config, device, num_samples: int) -> MicroBatchDataLoader:
-    """This dp rank's micro-batches."""
+def train_step(args, model, data_loader) -> torch.Tensor:
+    """Forward and, unless gradients are off, backward of an optimizer step's micro-batches. Returns their mean loss."""
+    divisor = args.tp_size if args.sequence_parallel else 1
+    tensor_shape = (args.micro_batch_size, args.seq_len // divisor, model.module.config.hidden_size)
+    schedule = choose_schedule(args.pp_engine, args.virtual_stages, args.pp_size)
+    return run_schedule(schedule, model, data_loader, tensor_shape, data_loader.device)
+
+
+def evaluate(args, step: int, model, held_out: list[MicroBatchDataLoader]) -> dict[str, float]:
+    """Every `--eval_every` steps the mean loss of the held-out samples, a global batch which is never trained on."""
+    if not held_out or step % args.eval_every:
+        return {}
+    with torch.no_grad(), cast_weights_once():
+        return {"validation_loss": all_reduce_loss_across_dp_ranks(train_step(args, model, *held_out)).item()}
+
+
+def make_data_loaders(args, config, device, num_steps: int, global_batch_size: int) -> list[MicroBatchDataLoader]:
+    """The run's micro-batches and, with --eval_every, those of the held-out samples: the last global batch."""
     os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
     os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
-    samples = load_samples(args.dataset_name, args.model_name, args.seq_len, config.vocab_size, num_samples,
-                           os.path.join(args.log_dir, "token_cache"))
-    return MicroBatchDataLoader(
-        samples, args.micro_batch_size, args.gradient_accumulation_steps, device, args.num_workers)
+    parts = load_samples(
+        args.dataset_name, args.model_name, args.seq_len, config.vocab_size, num_steps * global_batch_size,
+        os.path.join(args.log_dir, "token_cache"), held_out=global_batch_size if args.eval_every else 0)
+    sizes = args.micro_batch_size, args.gradient_accumulation_steps
+    return [MicroBatchDataLoader(part, *sizes, device, args.num_workers) for part in parts]
 
 
 def print_parameters(model, device, dtype, learning_rate: float) -> None:
@@ -137,7 +156,7 @@ def main():
     args = parse_args()
     device, dtype = join(args)
     grid = pgm.process_group_manager
-    schedule = choose_schedule(args.pp_engine, args.virtual_stages, args.pp_size)
+    choose_schedule(args.pp_engine, args.virtual_stages, args.pp_size)  # raises now what train_step would raise
     config = load_config(
         args.model_name, num_hidden_layers=args.num_hidden_layers,
         num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
@@ -154,7 +173,7 @@ def main():
     check_profile_batch(args.profile_batch, num_steps)
 
     divide_backward(args)  # where the schedule has a W
-    data_loader = make_data_loader(args, config, device, num_steps * global_batch_size)
+    data_loader, *held_out = make_data_loaders(args, config, device, num_steps, global_batch_size)
     init_weights(model, args.seed, device, split_over_tp)
     if args.compile:
         compile_layers(model.decoder_layers.children(), device)
@@ -166,6 +185,7 @@ def main():
     print_parameters(model.module, device, dtype, args.learning_rate)
     scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
     logger = RunLogger(args, grid, num_steps, tokens_per_step)
+    at_peak = seconds_at_peak(args, config, device, dtype, tokens_per_step / grid.world_size)
 
     for step in range(1, num_steps + 1):
         if step == args.profile_batch:
@@ -173,12 +193,12 @@ def main():
         start = time.perf_counter()
         model.zero_grad()
         with cast_weights_once():
-            divisor = args.tp_size if args.sequence_parallel else 1
-            tensor_shape = (args.micro_batch_size, args.seq_len // divisor, config.hidden_size)
-            loss = run_schedule(schedule, model, data_loader, tensor_shape, device)
+            loss = train_step(args, model, data_loader)
         loss = all_reduce_loss_across_dp_ranks(loss)
         grad_norm = update_weights(args, model, optimizer)
-        logger.log(step, loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start)
+        numbers = loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start
+        mfu = {"mfu": at_peak / numbers[-1]} if at_peak else {}  # model FLOPs utilization
+        logger.log(step, *numbers, **mfu, **evaluate(args, step, model, held_out))
         scheduler.step()
         if step == args.profile_batch:
             timeline.write(os.path.join(args.log_dir, args.run_name, f"timeline_batch{step}_all.json"), grid)

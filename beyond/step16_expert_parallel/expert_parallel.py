@@ -116,7 +116,7 @@ class ExpertBalance:
         """
         scores, chosen = output  # (B, T, E), (B, T, k)
         counts, grid = chosen.flatten().bincount(minlength=scores.size(-1)), pgm.process_group_manager
-        self.loads[router] += counts  # with --recompute twice, all of them
+        self.loads[router] += counts * torch.is_grad_enabled()  # with --recompute twice, all of them
         cp, tp = grid.cp_world_size, grid.tp_world_size if self.divides_tokens else 1
         if self.loss_weight and scores.requires_grad:
             self.sum_counts(counts, grid.cp_group)

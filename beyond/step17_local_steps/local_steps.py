@@ -35,6 +35,9 @@ def check_local_flags(args):
         elif not args.local_steps and getattr(args, name) is not None:
             raise UserError(f"--{name} {getattr(args, name)} with --local_steps 0, which exchanges gradients: "
                             f"add --local_steps 10, or leave --{name} out")
+    if args.local_steps and args.eval_every % args.local_steps:
+        raise UserError(f"--eval_every {args.eval_every} with --local_steps {args.local_steps}: replicas agree on "
+                        f"weights at the end of a round, use a multiple of {args.local_steps}")
     return args
 
 
@@ -96,15 +99,15 @@ class RoundLogger(RunLogger):
         super().__init__(args, grid, num_steps, tokens_per_step)
         self.args, self.rows = args, []
 
-    def log(self, step: int, loss: float, grad_norm: float, *others: float) -> None:
+    def log(self, step: int, loss: float, grad_norm: float, *others: float, **more: float) -> None:
         """Takes the loss and the gradient norm of this replica. Those recorded are means over the replicas."""
-        self.rows.append((step, loss, grad_norm, *others))
+        self.rows.append(((step, loss, grad_norm, *others), more))
         if not ends_round(self.args, step, self.num_steps):
             return
         group = pgm.process_group_manager.dp_group
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        means = torch.tensor(self.rows, dtype=torch.float64, device=device)[:, 1:3] / group.size()
+        means = torch.tensor([row[1:3] for row, _ in self.rows], dtype=torch.float64, device=device) / group.size()
         dist.all_reduce(means, group=group)
-        for (step, _, _, *others), mean in zip(self.rows, means.tolist()):
-            super().log(step, *mean, *others)
+        for ((step, _, _, *others), more), mean in zip(self.rows, means.tolist()):
+            super().log(step, *mean, *others, **more)
         self.rows.clear()

