@@ -105,7 +105,7 @@ async function usePlayground() {
   await page.selectOption("[name=schedule]", "zb");
   found.playground.zb = await read();
   await page.fill("[name=p]", "2");
-  await page.fill("[name=transfer]", "0.5");
+  await page.fill("[name=message]", "0.5");
   await page.fill("[name=speed1]", "2");
   found.playground.changed = await read();
   found.playground.address = at();

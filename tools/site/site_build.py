@@ -1,9 +1,13 @@
 """Writes the site: all pages, their pictures, and what a browser needs besides, into a folder of its own."""
 
+import itertools
+import json
 import pathlib
 import shutil
+import sys
 
 import jinja2
+from launch import ROOT, modules_of
 from markupsafe import Markup
 from site_exercises import exercise_pages
 from site_pages import GROUPS, Page, Repository, document_page, source_page, step_page, tour_page
@@ -81,3 +85,21 @@ def write(out: pathlib.Path, pages: list[Page], sources: list[Page]) -> None:
     for path in TEMPLATES.iterdir():
         if path.suffix in (".css", ".js"):
             shutil.copyfile(path, out / path.name)
+    (out / "schedules.js").write_text(f"const SCHEDULES = {json.dumps(schedules())};\n")
+
+
+def schedules() -> dict[str, dict]:
+    """name -> stages -> micro-batches -> what each stage does, as "F0 F1 B0": all that the playground's form can ask
+    for. A stroke stands behind what is of the second chunk."""
+    sys.path.append(str(ROOT / "cluster"))
+    with modules_of(9):
+        from planning.schedules import SCHEDULES as of_planner
+    with modules_of(11):
+        from virtual_stages import SCHEDULES as of_steps
+    found = {}
+    for (name, schedule), p, m in itertools.product((of_planner | of_steps).items(), range(1, 9), range(1, 17)):
+        chunks = [2] if name.startswith("interleaved") else []
+        stages = [" ".join("{}{}{}".format(*action[:2], "'" * (*action, 0)[2]) for action in schedule(s, p, m, *chunks))
+                  for s in range(p)]
+        found.setdefault(name, {}).setdefault(p, {})[m] = stages
+    return found
