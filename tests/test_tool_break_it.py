@@ -37,7 +37,6 @@ def test_list_and_wrong_words(capsys):
     for words, message in (
         (["hnag"], "there is no fault 'hnag': choose one of hang, drift,"),
         ([], "choose one of hang, drift,"),
-        (["hang", "--check"], "--check simulates schedules, and 'hang' is one of step 5, which has none"),
         (["clip", "--checksums"], "--checksums compares replicas that hold all weights, and 'clip' runs without"),
         (["shards", "--checksums"], "--checksums compares replicas that hold all weights, and 'shards' runs without"),
         (["stale", "--find", "--sgd"], "--find chooses the check itself: leave --sgd out"),
@@ -69,15 +68,6 @@ def test_checksums_differ_where_replicas_drift(tmp_path):
     assert found["order"][:2] == [0, 4]  # gate_proj and up_proj of two layers
     assert "after step 1: 4 of 21 parameters differ, first module.decoder_layers.0.mlp.gate_proj.weight: [" in (
         broken[2].result().stdout)
-
-
-def test_the_simulation_finds_the_deadlock(capsys):
-    assert break_it.main(["deadlock", "--check"]) == 1
-    shown = capsys.readouterr().out
-    for words in ("+    warm_up = min(stage, num_microbatches)", "afab: legal with up to 8 stages and 16 micro-batches",
-                  "one_f_one_b: 2 stages, 2 micro-batches: deadlock, the stages wait for [[('B', 0)], [('F', 1)]]"):
-        assert words in shown, shown
-    assert break_it.main(["deadlock", "--check", "--healthy"]) == 0
 
 
 def test_the_page_shows_commands_that_exist_and_the_function_as_it_is():

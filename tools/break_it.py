@@ -6,7 +6,6 @@
     python tools/break_it.py drift --checksums --healthy    # the same without the fault
     python tools/break_it.py scale --compare                # beside one process without the fault, step by step
     python tools/break_it.py scale --compare --sgd          # both with SGD instead of AdamW
-    python tools/break_it.py deadlock --check               # its schedules in a simulation, without a process
     python tools/break_it.py stale --find                   # the check that finds it, on ranks in this process
     python tools/break_it.py --find                         # all faults, each with its check
     python tools/break_it.py --find --healthy               # all checks on steps without a fault
@@ -108,12 +107,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--checksums", action="store_true", help="compare the replicas' weights after each step")
     parser.add_argument("--sgd", action="store_true", help="SGD instead of AdamW")
     parser.add_argument("--compare", action="store_true", help="beside one process without the fault")
-    parser.add_argument("--check", action="store_true", help="simulate the schedules of the step instead of training")
     parser.add_argument("--find", action="store_true", help="run the check that finds it, without torchrun; of NAME or "
                         "of all; with --healthy and no NAME all checks on healthy steps")
     args = parser.parse_args(own)
     args.further = further
-    others = [f"--{word}" for word in ("checksums", "sgd", "compare", "check") if getattr(args, word)]
+    others = [f"--{word}" for word in ("checksums", "sgd", "compare") if getattr(args, word)]
     if args.find and others:
         raise ValueError(f"--find chooses the check itself: leave {others[0]} out, or --find")
     if args.find and further:
@@ -124,8 +122,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         what = f"there is no fault {args.name!r}: " if args.name else ""
         raise ValueError(f"{what}choose one of {', '.join(FAULTS)} (--list says what each does)")
     fault = FAULTS[args.name]
-    if args.check and not (STEPS[fault.step] / "pipeline_parallel.py").exists():
-        raise ValueError(f"--check simulates schedules, and {args.name!r} is one of step {fault.step}, which has none")
     found = sizes(fault.flags)
     if args.checksums and (found.dp_size == 1 or found.zero or found.num_experts):
         raise ValueError(f"--checksums compares replicas that hold all weights, and {args.name!r} runs without: "
@@ -158,13 +154,6 @@ def start(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         script = copy_step(fault.step, besides + fault.edits * (not args.healthy), pathlib.Path(folder))
         print(diff(fault.step, script.parent), flush=True)
-        if args.check:
-            from find_faults import check_schedules
-            from step_modules import StepSource
-
-            lines = check_schedules(StepSource(fault.step, folders=(script.parent,)).load())
-            print("\n".join(lines))
-            return int(not all("legal" in line for line in lines))
         flags = flags_of(args.name, fault, args.further)
         shown = shlex.join([*fault.flags, *args.further])
         print(f"torchrun --nproc_per_node {fault.num_processes} {script.parent.name}/train.py {shown}\n", flush=True)
