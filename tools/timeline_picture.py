@@ -5,7 +5,7 @@
 Blocks are forward and backward passes, with the number of their micro-batch; with zero bubble, gradients of weights are
 blocks of their own. What stays grey between the first and the
 last of them is the bubble. A line leads from the end of the pass that made a tensor to the end of its receive. Bars
-under a row are all-reduces of gradients.
+under a row are all-reduces of gradients; how much of them backward hides is printed.
 """
 
 import argparse
@@ -60,6 +60,15 @@ def bubble_of(spans: list[Span]) -> float:
     compute = computed(spans)
     window = seconds_of(compute) - min(span.start for span in compute)
     return 1 - sum(span.end - span.start for span in compute) / (window * len({span.rank for span in compute}))
+
+
+def overlap_of(spans: list[Span]) -> str:
+    """How much of rank 0's all-reduces of gradients lay under its backward."""
+    end = max(span.end for span in spans if (span.rank, span.kind) == (0, "backward"))
+    sums = [span for span in spans if (span.rank, span.kind) == (0, "all-reduce")]
+    during = sum(min(span.end, end) - min(span.start, end) for span in sums)
+    after = max([span.end - end for span in sums] + [0.0])
+    return f"rank 0: {len(sums)} all-reduces, {1e3 * during:.1f} ms during backward and {1e3 * after:.1f} ms after it"
 
 
 def draw(trace_path: str, png_path: str) -> None:
@@ -129,6 +138,8 @@ if __name__ == "__main__":
     parser.add_argument("trace_path", help="timeline_batch<N>_all.json of a run with --profile_batch N")
     parser.add_argument("png_path", help="where to write the picture")
     try:
-        draw(**vars(parser.parse_args()))
+        args = parser.parse_args()
+        draw(**vars(args))
+        print(overlap_of(read_trace(args.trace_path)))
     except (ImportError, OSError) as error:
         sys.exit(f"error: {error}")
