@@ -1,4 +1,4 @@
-// For every page: previous and next by keyboard, the contents list, folds that open for what is linked to.
+// For every page: previous and next by keyboard, folds that open for what is linked to.
 "use strict";
 
 (() => {
@@ -28,37 +28,6 @@
     target.scrollIntoView();
   }
 
-  /** Marks the section that is being read in the contents list. */
-  function followReading() {
-    const links = new Map([...document.querySelectorAll(".contents a")].map((link) => [link.hash.slice(1), link]));
-    const headings = [...links.keys()].map((name) => document.getElementById(decodeURIComponent(name))).filter(Boolean);
-    let current = null,
-      isQueued = false;
-    const update = () => {
-      isQueued = false;
-      const above = headings.filter((heading) => heading.getBoundingClientRect().top < 120);
-      const link = above.length ? links.get(encodeURI(above[above.length - 1].id)) || null : null;
-      if (link === current) return;
-      if (current) current.removeAttribute("aria-current");
-      if (link) {
-        link.setAttribute("aria-current", "true");
-        const list = link.closest(".contents");
-        const below = link.getBoundingClientRect().bottom - list.getBoundingClientRect().bottom;
-        if (below > 0 || link.getBoundingClientRect().top < 0) list.scrollTop += below + 80;
-      }
-      current = link;
-    };
-    addEventListener(
-      "scroll",
-      () => {
-        if (!isQueued) requestAnimationFrame(update);
-        isQueued = true;
-      },
-      { passive: true },
-    );
-    update();
-  }
-
   /** What scrolls sideways can be scrolled by keyboard. */
   function reachScrollers() {
     for (const box of document.querySelectorAll("pre, .scroll, .code")) {
@@ -75,6 +44,5 @@
   const contents = document.querySelector(".contents details");
   if (contents && innerWidth <= 1100) contents.open = false;
   openTarget();
-  followReading();
   reachScrollers();
 })();
