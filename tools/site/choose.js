@@ -179,14 +179,6 @@ function choose(job) {
 
 /** The page: reads the form, shows the splits. */
 function showChoice() {
-  const MODELS = {
-    "llama-1b": [2048, 8192, 16, 32, 8, 128256, true],
-    "llama-2-7b": [4096, 11008, 32, 32, 32, 32000, false],
-    "llama-8b": [4096, 14336, 32, 32, 8, 128256, false],
-    "llama-2-13b": [5120, 13824, 40, 40, 40, 32000, false],
-    "llama-70b": [8192, 28672, 80, 64, 8, 128256, false],
-    "llama-405b": [16384, 53248, 126, 128, 8, 128256, false],
-  };
   const SIZES = ["hidden", "width", "layers", "heads", "kv_heads", "vocab", "tied"],
     UNITS = { memory: 1e9, inside: 1e9, between: 1e9, flops: 1e12 };
   const COLUMNS = [...AXES, "schedule", "ZeRO", "m", "seconds lost", "bubble", "GB held", "weights"].concat(
@@ -196,7 +188,6 @@ function showChoice() {
   const form = document.getElementById("choose"),
     fields = form.elements,
     place = (id) => document.getElementById(id);
-  for (const name of ["other", ...Object.keys(MODELS)]) htmlElement("option", {}, fields.model, name);
 
   function read() {
     const job = numbersOf(form);
@@ -237,25 +228,19 @@ function showChoice() {
     const tokens = (job.global_batch * job.seq_len).toLocaleString("en");
     showFacts(place("facts"), [
       ["Parameters", `${(allParameters(job) / 1e9).toPrecision(3)} billion`, `${tokens} tokens a step`],
-      ["Splits that fit", fitting.length, `of ${fitting.length + others.length + refusals}`],
+      ["Splits that fit", fitting.length, `${others.length} do not, ${refusals} are not to be had`],
       ["Loses least time", best ? `${best.lost.toFixed(2)} s` : "none", best ? grid(best) : "take more ranks"],
       ["Holds least", least ? gb(least) : "none", least ? grid(least) : ""],
     ]);
     fill(place("fitting"), fitting.slice(0, 20), job);
-    fill(place("others"), others.slice(0, 20), job);
-    place("count-others").textContent = `${others.length} splits do not fit; those that lack least`;
-    place("count-refused").textContent = `${refusals} splits are not to be had`;
-    place("refused").replaceChildren(
-      ...refused.map(([reason, count]) => htmlElement("li", {}, undefined, `${count}: ${reason}`)),
-    );
   }
 
-  fields.model.value = "llama-8b";
   followForm(form, (event) => {
-    if (event && event.target === fields.model && MODELS[fields.model.value])
-      MODELS[fields.model.value].forEach((size, k) => {
+    const [chosen] = fields.model.selectedOptions;
+    if (event && event.target === fields.model && chosen.dataset.sizes)
+      chosen.dataset.sizes.split(" ").forEach((size, k) => {
         const field = fields[SIZES[k]];
-        if (field.type === "checkbox") field.checked = size;
+        if (field.type === "checkbox") field.checked = size === "True";
         else field.value = size;
       });
     else if (event && SIZES.includes(event.target.name)) fields.model.value = "other";
