@@ -107,7 +107,7 @@ def read_job(args) -> Job:
     return Job(shape, args.seq_len or 4096, args.global_batch, args.micro_batch_size, dtype, len(nodes) * node.count,
                node.count, args.memory_fraction * device.memory, device.node_link * LINK_SHARE,
                node.network / node.count * LINK_SHARE, flops * args.efficiency, args.virtual_stages, args.recompute,
-               args.num_experts, args.experts_per_token, args.optimizer == "muon")
+               args.num_experts, args.experts_per_token)
 
 
 def parse_args(argv: list[str] | None = None):
@@ -120,7 +120,6 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--recompute", action="store_true", help="compute layers again in backward: less memory")
     parser.add_argument("--num_experts", type=zero_or_more, default=0, help="of each layer, in place of its MLP")
     parser.add_argument("--experts_per_token", type=positive_int, default=2, help="of these")
-    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="of the layers' matrices")
     parser.add_argument("--memory_fraction", type=float, default=USABLE_MEMORY,
                         help="of a device's memory that may be used")
     parser.add_argument("--top", type=positive_int, default=10, help="splits to print")

@@ -4,10 +4,10 @@ A split is dp x pp x cp x tp ranks, a schedule with v chunks a rank, a level of 
 ranks among which these are divided. The formulas, each of a rank with P parameters, of N = dp cp ranks with the same
 weights, p stages and m micro-batches of B samples, of which a rank has T tokens each:
 
-    bytes     weights 4 P, in bfloat16 2 P more for their copies; gradients 4 P; AdamW 8 P, and Muon 4 P of the layers'
-              matrices. ZeRO 1 divides the last of these by N, and ZeRO 2 the last two, but for the
-              gradient of the largest parameter. ZeRO 3 keeps 16 P / N, two layers' weights and gradients, and those of
-              the rest: the embedding, the final norm and projection. Of an expert, N is the dp cp / ep ranks with it
+    bytes     weights 4 P, in bfloat16 2 P more for their copies; gradients 4 P; AdamW 8 P. ZeRO 1 divides the last of
+              these by N, and ZeRO 2 the last two, but for the gradient of the largest parameter. ZeRO 3 keeps 16 P / N,
+              two layers' weights and gradients, and those of the rest: the embedding, the final norm and projection.
+              Of an expert, N is the dp cp / ep ranks with it
     alive     chunks of activations, see alive(); a layer's are those of data_sheets.kept_by_layer. Sequence
               parallelism divides what is between the blocks by tp. A token is in as many experts as it chose
     dp        2 (N-1)/N of 4 P bytes: an all-reduce, or the reduce-scatter and all-gather of ZeRO 1; ZeRO 2
@@ -15,8 +15,7 @@ weights, p stages and m micro-batches of B samples, of which a rank has T tokens
               a micro-batch, in the activations' dtype, without a pipeline the last one once; and the rest once a step
     tp        2 (tp-1)/tp of each sum: 4 of (B, T, D) a layer and micro-batch, one each for the embedding and the head,
               and 12 bytes a token for the loss; --recompute repeats the first one of a layer's forward, with sequence
-              parallelism three halves. With experts, the weights of a token's results have gradients to sum, too; with
-              Muon, twice the layers' matrices are sent
+              parallelism three halves. With experts, the weights of a token's results have gradients to sum, too
     cp        keys and values of (B, T) go cp-1 hops forward and cp-1 backward, their gradients in float32 cp hops
     pp        (B, T, D) a micro-batch, chunk and direction, with sequence parallelism 1/tp; a tied embedding's gradient
     ep        four times, (ep-1)/ep of the rows that a layer's experts get: there and back, forward and backward
@@ -52,7 +51,6 @@ class Job(NamedTuple):
     experts: int = 0  # of each layer, in place of one MLP; 0: there are none
     experts_per_token: int = 2
     is_gpu: bool = True
-    muon: bool = False  # for the matrices of the layers, which have one average then
 
 
 class Split(NamedTuple):
@@ -73,10 +71,10 @@ def splits(job: Job) -> Iterator[Split]:
         for pp in (n for n in divisors if job.ranks // tp % n == 0):
             for cp in (n for n in divisors if job.ranks // tp // pp % n == 0):
                 dp = job.ranks // tp // pp // cp
-                sp = tp > 1 and job.seq_len // cp % tp == 0 and not job.muon
+                sp = tp > 1 and job.seq_len // cp % tp == 0
                 for engine in ENGINES if pp > 1 else "-":
                     for ep in (n for n in range(1, (job.experts or 1) + 1) if dp % n == 0 == job.experts % n):
-                        for zero in range(job.muon, 4) if dp * cp > 1 else [0]:
+                        for zero in range(4) if dp * cp > 1 else [0]:
                             yield Split(dp, tp, pp, engine, zero, cp, ep, sp)
 
 
@@ -96,8 +94,6 @@ def refusal(job: Job, split: Split) -> str | None:
         return f"dp {dp} does not divide the global batch into whole micro-batches"
     if cp > 1 and job.seq_len % (2 * cp * tp):
         return f"2 x cp {cp} x tp {tp} does not divide the tokens of a sample"
-    if job.muon and (cp > 1 or zero > 2 or job.experts):
-        return "Muon with cp, ZeRO 3 or experts"
     if m < pp:
         return f"pp {pp}: fewer micro-batches than stages never fill the pipeline"
     return None
@@ -129,11 +125,6 @@ def parameters(job: Job, split: Split, rank: int) -> tuple[float, float, float]:
         layer += job.experts * job.shape.hidden - mlp  # the router
     rest = tables * modules[0]["parameters"] + last * modules[-2]["parameters"]
     return count * layer, count * job.experts / split.ep * mlp, rest
-
-
-def matrices(job: Job, split: Split, rank: int) -> float:
-    """Of the parameters of a rank's layers those that are in no norm."""
-    return parameters(job, split, rank)[0] - 2 * job.shape.hidden * layers_of(job, split, rank)
 
 
 def all_parameters(job: Job) -> float:
@@ -184,8 +175,7 @@ def held(job: Job, split: Split, rank: int, m: int) -> dict[str, float]:
     if zero == 3:
         weights = 4 * divided + 2 * number * layer + 4 * rest + (rank == split.pp - 1) * copies * table
         gradients += 2 * 4 * layer + 4 * rest
-    averages = 8 * (divided if zero > 0 else owned) - job.muon * 4 * matrices(job, split, rank) / n
-    return {"weights": weights, "gradients": gradients, "AdamW": averages,
+    return {"weights": weights, "gradients": gradients, "AdamW": 8 * (divided if zero > 0 else owned),
             "activations": activations(job, split, rank, m)}
 
 
@@ -204,8 +194,7 @@ def sent(job: Job, split: Split, rank: int, m: int) -> dict[str, float]:
     tied = 4 * shape.vocab * shape.hidden / tp if shape.tied and pp > 1 and (first or last) else 0.0
     keys = 2 * count * tokens * shape.kv_heads * shape.head_dim / tp  # numbers of all layers' keys and values
     return {"dp": exchanged,
-            "tp": 2 * (tp - 1) / tp * (sums * hidden + last * 12 * tokens + norms + (job.experts > 0) * weights
-                                       + job.muon * number * matrices(job, split, rank)),
+            "tp": 2 * (tp - 1) / tp * (sums * hidden + last * 12 * tokens + norms + (job.experts > 0) * weights),
             "cp": (cp > 1) * keys * ((2 + job.recompute) * (cp - 1) * number + 4 * cp),
             "pp": (2 * v - first - last) * hidden / (tp if sp else 1) + tied if pp > 1 else 0.0,
             "ep": (6 if job.recompute else 4) * (ep - 1) / ep * count * rows * hidden}
