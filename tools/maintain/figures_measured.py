@@ -3,13 +3,10 @@
 import pathlib
 import statistics
 
-from figures_drawn import GROUND, INK, canvas
+from figures_drawn import INK, canvas
 from matplotlib.patches import Patch
-from timeline_picture import COMPUTE, Span, bubble_of, computed, read_trace, seconds_of
+from timeline_picture import COLOURS, COMPUTE, Span, bubble_of, computed, draw_compute, read_trace, seconds_of
 
-COLOURS = {"forward": "#4477aa", "backward": "#228833", "weight gradients": "#ccbb44", "all-reduce": "#ee7733",
-           "wait": "#aa3377", "optimizer": "#777777", "reduce-scatter": "#ee7733", "all-gather": "#66ccee"}
-BUBBLE = "#e3e3e0"
 SCHEDULES = {"afab": "all forward, all backward (AFAB)", "1f1b": "one forward, one backward (1F1B)",
              "zb": "zero bubble", "interleaved": "interleaved 1F1B, two chunks per rank",
              "interleaved_zb": "interleaved zero bubble, two chunks per rank"}
@@ -34,22 +31,6 @@ def save(figure, axes, picture: pathlib.Path, label: str, kinds=(), **more: str)
     figure.savefig(picture)
 
 
-def draw_compute(axes, spans: list[Span], labels: dict[int, str], title: str) -> None:
-    """A row a rank: its passes on a shaded ground, which is the bubble where nothing lies on it."""
-    compute, end = computed(spans), seconds_of(computed(spans))
-    for row in {span.rank for span in compute}:
-        axes.barh(row, end, height=0.72, color=BUBBLE)
-    for span in compute:
-        axes.barh(span.rank, span.end - span.start, left=span.start, height=0.72, color=COLOURS[span.kind],
-                  alpha=0.65 if span.chunk else 1, edgecolor=GROUND, linewidth=0.6)
-        if span.end - span.start > 0.012 * end:
-            axes.text((span.start + span.end) / 2, span.rank, span.microbatch, ha="center", va="center",
-                      fontsize=9.5, color="white" if span.kind != "weight gradients" else INK)
-    axes.invert_yaxis()
-    axes.set_yticks(list(labels), list(labels.values()))
-    axes.set_title(title, loc="left", fontsize=13, color=INK)
-
-
 def timelines(traces: dict[str, pathlib.Path], picture: pathlib.Path) -> None:
     """Schedules of one model, one below the other on one time axis, with their bubbles in percent."""
     figure, axes = canvas(10, 0.4 + 2.4 * len(traces), 1, len(traces), bare=False, sharex=True)
@@ -60,7 +41,7 @@ def timelines(traces: dict[str, pathlib.Path], picture: pathlib.Path) -> None:
     lighter = "; the lighter blocks are chunk 1" if "interleaved" in traces else ""
     axes[-1, 0].set_xlim(0, None)
     save(figure, axes, picture, f"seconds; the number in a block is its micro-batch{lighter}",
-         COMPUTE if {"zb", "interleaved_zb"} & traces.keys() else COMPUTE[:2], bubble=BUBBLE)
+         COMPUTE if {"zb", "interleaved_zb"} & traces.keys() else COMPUTE[:2], bubble=COLOURS["bubble"])
 
 
 def alive(spans: list[Span], rank: int) -> tuple[list[float], list[int]]:
@@ -127,7 +108,7 @@ def unlike(trace: pathlib.Path, picture: pathlib.Path) -> None:
     figure, axes = canvas(10, 3.6, bare=False)
     draw_compute(axes[0, 0], spans, {rank: f"rank {rank}: pipeline {dp}\nstage {pp}, {layers[dp, pp]}" for rank, (
         dp, pp, _) in sorted({(span.rank, span.place) for span in spans})}, ";   ".join(titles))
-    save(figure, axes, picture, "seconds; the number in a block is its micro-batch", COMPUTE[:2], bubble=BUBBLE)
+    save(figure, axes, picture, "seconds; the number in a block is its micro-batch", COMPUTE[:2], bubble=COLOURS["bubble"])
 
 
 def muon(found: dict, picture: pathlib.Path) -> None:
@@ -170,4 +151,4 @@ def plan(seconds: list[float], planned: dict, spans: list[tuple], picture: pathl
                  f"planned: {planned['global_batch']} samples in micro-batches of {planned['micro_batch_size']}, "
                  f"{planned['predicted']['step_seconds']:.2f} s a step")
     left.set_ylim(right.get_ylim())
-    save(figure, [[right]], picture, "seconds, simulated", COMPUTE[:2], bubble=BUBBLE)
+    save(figure, [[right]], picture, "seconds, simulated", COMPUTE[:2], bubble=COLOURS["bubble"])
