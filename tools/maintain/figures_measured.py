@@ -21,13 +21,13 @@ def last_backward(spans: list[Span]) -> list[Span]:
             if span.end > begin and span.kind in ("backward", "all-reduce", "wait")]
 
 
-def save(figure, axes, picture: pathlib.Path, label: str, kinds=(), **more: str) -> None:
-    """`label`: of the last row's x axes. A legend of the kinds of spans, and more names with their colours."""
+def save(figure, axes, picture: pathlib.Path, label: str, kinds=()) -> None:
+    """`label`: of the last row's x axes. The legend has the kinds."""
     for one in axes[-1]:
         one.set_xlabel(label, fontsize=12)
-    if names := {kind: COLOURS[kind] for kind in kinds} | more:
-        figure.legend([Patch(color=colour) for colour in names.values()], names, loc="outside upper left",
-                      frameon=False, fontsize=11.5, ncols=len(names))
+    if kinds:
+        figure.legend([Patch(color=COLOURS[kind]) for kind in kinds], kinds, loc="outside upper left", frameon=False,
+                      fontsize=11.5, ncols=len(kinds))
     figure.savefig(picture)
 
 
@@ -41,7 +41,7 @@ def timelines(traces: dict[str, pathlib.Path], picture: pathlib.Path) -> None:
     lighter = "; the lighter blocks are chunk 1" if "interleaved" in traces else ""
     axes[-1, 0].set_xlim(0, None)
     save(figure, axes, picture, f"seconds; the number in a block is its micro-batch{lighter}",
-         COMPUTE if {"zb", "interleaved_zb"} & traces.keys() else COMPUTE[:2], bubble=COLOURS["bubble"])
+         (*(COMPUTE if {"zb", "interleaved_zb"} & traces.keys() else COMPUTE[:2]), "bubble"))
 
 
 def alive(spans: list[Span], rank: int) -> tuple[list[float], list[int]]:
@@ -108,7 +108,7 @@ def unlike(trace: pathlib.Path, picture: pathlib.Path) -> None:
     figure, axes = canvas(10, 3.6, bare=False)
     draw_compute(axes[0, 0], spans, {rank: f"rank {rank}: pipeline {dp}\nstage {pp}, {layers[dp, pp]}" for rank, (
         dp, pp, _) in sorted({(span.rank, span.place) for span in spans})}, ";   ".join(titles))
-    save(figure, axes, picture, "seconds; the number in a block is its micro-batch", COMPUTE[:2], bubble=COLOURS["bubble"])
+    save(figure, axes, picture, "seconds; the number in a block is its micro-batch", (*COMPUTE[:2], "bubble"))
 
 
 def muon(found: dict, picture: pathlib.Path) -> None:
@@ -151,4 +151,4 @@ def plan(seconds: list[float], planned: dict, spans: list[tuple], picture: pathl
                  f"planned: {planned['global_batch']} samples in micro-batches of {planned['micro_batch_size']}, "
                  f"{planned['predicted']['step_seconds']:.2f} s a step")
     left.set_ylim(right.get_ylim())
-    save(figure, [[right]], picture, "seconds, simulated", COMPUTE[:2], bubble=COLOURS["bubble"])
+    save(figure, [[right]], picture, "seconds, simulated", (*COMPUTE[:2], "bubble"))
