@@ -12,7 +12,7 @@ def test_diff_shows_changed_files_or_those_that_are_named(run):
     assert "\n+import torch\n" in out and "model.py:" not in out and "README" not in out and "\033" not in out
     assert run("diff", 2, 3, "grid.py") == (0, "# grid.py: removed -1\n")
     assert run("diff", 2, 3, "train.py") == (0, "# train.py: unchanged \n")
-    assert "# README.md: changed" in run("diff", 2, 3, "--readme")[1]
+    assert "# README.md: changed" in run("diff", 2, 3, "README.md")[1]
 
 
 @pytest.mark.parametrize("args, message", [

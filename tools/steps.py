@@ -10,7 +10,7 @@ A copy that changes unannounced is drift. Every README therefore declares, under
     | `old.py`   | removed | -40    | replaced by `model.py`     |
 
 Usage (exit code 1: drift; 2: the command makes no sense as given):
-    python tools/steps.py diff 5 6 [train.py ...] [--readme]     the diff a reader sees
+    python tools/steps.py diff 5 6 [train.py ...]     the diff a reader sees; README.md, where it is named
     python tools/steps.py check [--fix-counts]                   drift, foreign imports, sizes, budgets
 """
 
@@ -30,7 +30,7 @@ def run_diff(steps, args):
     colour = bool(sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
     for name, change in compare(before, after, "*").items():
         wanted = name in args.files or not args.files and change.what != "unchanged" and not name.endswith(".md")
-        if not wanted and not (args.readme and name == "README.md"):
+        if not wanted:
             continue
         print(f"# {name}: {change.what} {change.counts}")
         if change.what in ("removed", "unchanged") or name.endswith(".svg") or b"\0" in (after / name).read_bytes():
@@ -51,7 +51,6 @@ def main(argv=None):
         command.add_argument("--root", type=Path, default=Path(__file__).parents[1], help="where the steps are")
     diff.add_argument("steps", type=int, nargs=2, metavar="step")
     diff.add_argument("files", nargs="*")
-    diff.add_argument("--readme", action="store_true", help="show README.md as well")
     check.add_argument("--fix-counts", action="store_true", help="rewrite the line counts in the READMEs")
     args = parser.parse_args(argv)
     try:

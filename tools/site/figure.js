@@ -27,7 +27,7 @@ function roundTicks(last, count) {
 class BarFigure {
   /** `label`: what the figure is, for those who can't see it. */
   constructor(place, label) {
-    const frame = htmlElement("div", { class: "figure", "data-keys": "" }, place);
+    const frame = htmlElement("div", { class: "figure" }, place);
     this.box = htmlElement("div", { class: "scroll", role: "region", "aria-label": label }, frame);
     this.told = htmlElement("p", { class: "told", "aria-live": "polite" }, frame);
     this.legend = htmlElement("ul", { class: "legend" }, frame);

@@ -1,25 +1,7 @@
-// For every page: previous and next by keyboard, folds that open for what is linked to.
+// For every page: folds that open for what is linked to, boxes that scroll by keyboard.
 "use strict";
 
 (() => {
-  /** Left and right, or p and n, turn pages, unless the key means something where it is pressed. */
-  function turnPage(event) {
-    const direction = { ArrowLeft: "prev", p: "prev", ArrowRight: "next", n: "next" }[event.key];
-    const isScrolled = event.target.matches("pre, .scroll, .code");
-    if (
-      !direction ||
-      (event.key.startsWith("Arrow") && (isScrolled || event.target.closest("button, [data-keys]"))) ||
-      event.target.closest("input, select, textarea") ||
-      event.ctrlKey ||
-      event.altKey ||
-      event.metaKey ||
-      event.shiftKey
-    )
-      return;
-    const link = document.querySelector(`link[rel="${direction}"]`);
-    if (link) location.href = link.href;
-  }
-
   /** A link to a line that is folded opens the fold. */
   function openTarget() {
     const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
@@ -36,7 +18,6 @@
     }
   }
 
-  addEventListener("keydown", turnPage);
   addEventListener("hashchange", openTarget);
   addEventListener("resize", reachScrollers);
   addEventListener("toggle", reachScrollers, true);

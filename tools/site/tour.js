@@ -43,7 +43,6 @@
         show(current + step);
       } else return;
       event.preventDefault();
-      event.stopPropagation(); // the arrow keys would turn the page
     },
     true,
   );
