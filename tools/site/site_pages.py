@@ -17,7 +17,7 @@ import shutil
 from typing import NamedTuple
 
 from site_code import line_html, tokens_by_line
-from site_diff import Drawing, FileDiff, diff_step
+from site_diff import Drawing, diff_step
 from site_markdown import Document, Heading
 from site_tours import tour_content
 from steps_compare import find_steps, predecessor
