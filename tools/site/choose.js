@@ -25,16 +25,12 @@ function* splits(job) {
       }
 }
 
-/** Why the steps do not train like this, or why nobody would; null: they do. */
-function refusal(job, split) {
+/** Whether the steps do not train like this, or nobody would; refusal() in Python says why. */
+function isRefused(job, split) {
   const { dp, tp, pp, cp } = split,
     m = job.global_batch / dp / job.micro_batch;
-  if (job.heads % tp || job.kv_heads % tp || job.width % tp)
-    return `tp ${tp} does not divide the heads, the key/value heads or the MLP's width`;
-  if (pp * chunks(job, split) > job.layers) return `there are more stages or chunks than the ${job.layers} layers`;
-  if (m % 1) return `dp ${dp} does not divide the global batch into whole micro-batches`;
-  if (cp > 1 && job.seq_len % (2 * cp * tp)) return `2 x cp ${cp} x tp ${tp} does not divide the tokens of a sample`;
-  return m < pp ? `pp ${pp}: fewer micro-batches than stages never fill the pipeline` : null;
+  const isCut = [job.heads, job.kv_heads, job.width].every((size) => size % tp === 0);
+  return !isCut || pp * chunks(job, split) > job.layers || m % 1 || (cp > 1 && job.seq_len % (2 * cp * tp)) || m < pp;
 }
 
 function alive({ pp, engine }, rank, m, v) {
@@ -161,19 +157,14 @@ function price(job, split) {
   return { split, microbatches: m, held: fullest, memory: sum(fullest), sent: volume, bubble, lost };
 }
 
-/** [rows that fit, rows that do not, [reason, how often] of those that are refused] */
+/** [rows that fit, rows that do not, how many splits are refused] */
 function choose(job) {
-  const refused = new Map(),
-    rows = [];
-  for (const split of splits(job)) {
-    const reason = refusal(job, split);
-    if (reason) refused.set(reason, (refused.get(reason) || 0) + 1);
-    else rows.push(price(job, split));
-  }
+  const all = [...splits(job)],
+    rows = all.filter((split) => !isRefused(job, split)).map((split) => price(job, split));
   return [
     rows.filter((row) => row.memory <= job.memory).sort((a, b) => a.lost - b.lost || a.memory - b.memory),
     rows.filter((row) => row.memory > job.memory).sort((a, b) => a.memory - b.memory),
-    [...refused].sort((a, b) => b[1] - a[1]),
+    all.length - rows.length,
   ];
 }
 
@@ -181,10 +172,6 @@ function choose(job) {
 function showChoice() {
   const SIZES = ["hidden", "width", "layers", "heads", "kv_heads", "vocab", "tied"],
     UNITS = { memory: 1e9, inside: 1e9, between: 1e9, flops: 1e12 };
-  const COLUMNS = [...AXES, "schedule", "ZeRO", "m", "seconds lost", "bubble", "GB held", "weights"].concat(
-    ["gradients", "AdamW", "activations"],
-    AXES.map((axis) => `GB sent, ${axis}`),
-  );
   const form = document.getElementById("choose"),
     fields = form.elements,
     place = (id) => document.getElementById(id);
@@ -197,11 +184,9 @@ function showChoice() {
     return { ...job, ...chosen, head_dim: job.hidden / job.heads };
   }
 
-  function fill(table, rows, job) {
+  function fill(body, rows, job) {
     const gb = (bytes) => (bytes / 1e9).toFixed(bytes < 1e11 ? 1 : 0);
-    const head = htmlElement("tr", {}, htmlElement("thead", {}));
-    for (const name of COLUMNS) htmlElement("th", { scope: "col" }, head, name);
-    const body = htmlElement("tbody", {});
+    body.replaceChildren();
     for (const { split, microbatches, held, memory, sent, bubble, lost } of rows) {
       const { engine, zero, sp } = split,
         sizes = AXES.map((axis) => (axis === "tp" && sp ? `${split.tp} s` : split[axis]));
@@ -212,13 +197,11 @@ function showChoice() {
       for (const text of [...sizes, name, zero, microbatches, ...shares, ...volumes])
         htmlElement("td", {}, row, String(text));
     }
-    table.replaceChildren(head.parentElement, body);
-    table.parentElement.tabIndex = 0; // it scrolls sideways, and site.js has seen it empty
+    body.closest(".scroll").tabIndex = 0; // it scrolls sideways, and site.js has seen it empty
   }
 
   function show(job) {
-    const [fitting, others, refused] = choose(job),
-      refusals = refused.reduce((total, [, count]) => total + count, 0);
+    const [fitting, others, refused] = choose(job);
     const gb = (row) => `${(row.memory / 1e9).toFixed(1)} GB`,
       [best, least] = [fitting[0], [...fitting, ...others].sort((a, b) => a.memory - b.memory)[0]];
     const grid = ({ split }) =>
@@ -228,7 +211,7 @@ function showChoice() {
     const tokens = (job.global_batch * job.seq_len).toLocaleString("en");
     showFacts(place("facts"), [
       ["Parameters", `${(allParameters(job) / 1e9).toPrecision(3)} billion`, `${tokens} tokens a step`],
-      ["Splits that fit", fitting.length, `${others.length} do not, ${refusals} are not to be had`],
+      ["Splits that fit", fitting.length, `${others.length} do not, ${refused} are not to be had`],
       ["Loses least time", best ? `${best.lost.toFixed(2)} s` : "none", best ? grid(best) : "take more ranks"],
       ["Holds least", least ? gb(least) : "none", least ? grid(least) : ""],
     ]);
