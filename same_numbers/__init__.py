@@ -67,11 +67,8 @@ def factor(a: torch.Tensor, b: torch.Tensor, noise: float, floor: float = 0.0) -
     if (a - b).norm() <= max(noise * b.norm(), floor):
         return 1.0
     c = float(a @ b / (b @ b)) if b.any() else 0.0
-    return c if c and (a - c * b).norm() <= max(noise * a.norm(), floor) else None
-
-
-def rounded(c: float, noise: float) -> float:
-    """To the digits that are not noise. Clipping may add a difference of 1e-6."""
+    if not c or (a - c * b).norm() > max(noise * a.norm(), floor):
+        return None  # else without the digits that are noise. Clipping may add a difference of 1e-6
     return 1.0 if abs(c - 1) < 1e-5 else float(f"{c:.{6 if noise < 1e-5 else 4}g}")
 
 
@@ -130,18 +127,16 @@ class Recorder:
     name in the whole model and, by dimension, (first index, size of the whole): `("layers.3.up.weight", {0: (256,
     1024)})`; None is a whole parameter. Where a sharded optimizer keeps gradients elsewhere than in `param.grad`,
     `gradient(param)` returns this rank's summand, in the parameter's shape. `first_step` numbers a resumed run's.
-    `save_gradients` writes the gradients, too, into files of their own.
     """
 
-    def __init__(self, model, optimizer, folder, *, steps: int = 3, first_step: int = 1, parts=None, gradient=None,
-                 save_gradients: bool = False):
+    def __init__(self, model, optimizer, folder, *, steps: int = 3, first_step: int = 1, parts=None, gradient=None):
         if steps < 1:
             raise ValueError(f"steps={steps} records nothing: use 1 or more")
         is_many = dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if is_many else (0, 1)
         self.optimizer, self.folder = optimizer, pathlib.Path(folder)
         self.next, self.last = first_step, first_step + steps - 1
-        self.gradient, self.save_gradients = gradient or (lambda param: param.grad), save_gradients
+        self.gradient = gradient or (lambda param: param.grad)
         self.modules = list(model) if isinstance(model, (list, tuple)) else [model]
         aliases = self.find_parameters(parts or (lambda name: None))
         self.forwards, self.seen, self.partial = 0, [], {}
@@ -237,11 +232,7 @@ class Recorder:
             "partial": self.partial, "samples": self.seen if batch is None else digests(batch),
             "microbatches": self.forwards, "loss": number(loss), "norm": number(norm),
             "rates": [float(group["lr"]) for group in getattr(self.optimizer, "param_groups", ())],
-            "dropout": sum("Dropout" in type(each).__name__ and each.training and each.p > 0 for each in modules),
-            "random": hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).hexdigest()})
-        if self.save_gradients:
-            self.write(f"gradients{self.next}", {name: getattr(gradient, "to_local", gradient.detach)()
-                                                 for name, gradient in gradients.items() if gradient is not None})
+            "dropout": sum("Dropout" in type(each).__name__ and each.training and each.p > 0 for each in modules)})
         self.next, self.forwards, self.seen, self.partial = self.next + 1, 0, [], {}
         if self.next > self.last:
             for hook in self.hooks:
@@ -274,6 +265,17 @@ class Recording:
             raise ValueError(f"{path.parent} is no whole recording, {path.name} is missing: did every rank make a "
                              "Recorder, and call its step()?") from None
 
+    def check(self, other: "Recording") -> None:
+        """Raises ValueError where the recordings are of unlike models, dtypes or steps."""
+        wrong = "these recordings do not belong together:"
+        if not {*self.steps} & {*other.steps}:
+            raise ValueError(f"{wrong} steps {self.steps} and {other.steps}")
+        for name in {**self.info, **other.info}:
+            for words in ("shape", "dtype", "trained"):
+                a, b = (each.info[name][words] if name in each.info else "absent" for each in (self, other))
+                if a != b:
+                    raise ValueError(f"{wrong} the {words} of {name} is {a} in {self.folder}, and {b} in {other.folder}")
+
     def renamed(self, found: dict) -> dict:
         return {self.aliases.get(name, name): value for name, value in found.items()}
 
@@ -286,6 +288,11 @@ class Recording:
         """name -> part -> rank -> sketch."""
         return {name: {part: {rank: vector for rank in ranks if (vector := records[rank][kind][name]) is not None}
                        for part, ranks in parts.items()} for name, parts in self.parts.items()}
+
+    def norm(self, records: list[dict]) -> float:
+        """Of the gradients as they were recorded."""
+        return sum(sum(records[rank]["squares"][name] / (1 if self.summed else len(ranks)) for rank in ranks)
+                   for name, parts in self.parts.items() for ranks in parts.values()) ** 0.5
 
     def whole(self, held: dict, summed: bool = False) -> dict:
         """name -> the sketch of all parts, which add up; of replicas the mean counts. Without what no rank has."""

@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from same_numbers import Recording, factor, given, rounded, section
+from same_numbers import Recording, factor, given, section
 
 # By dtype, relative: what rounding changes in gradients of the first step, in later ones, and in weights at the start
 NOISE = {"float64": (1e-9, 1e-6, 1e-12), "float32": (3e-4, 3e-2, 2e-6), "bfloat16": (5e-2, 2e-1, 1e-2)}
@@ -35,7 +35,7 @@ class Comparison:
     def __init__(self, one: Recording, many: Recording):
         self.one, self.many, self.found = one, many, []
         self.steps = [step for step in one.steps if step in many.steps]
-        self.check()
+        one.check(many)
         self.noise, later, self.equal = NOISE.get(min(info["dtype"] for info in one.info.values()), NOISE["bfloat16"])
         self.names = [name for name, info in one.info.items() if info["trained"]]
         split = [parts for parts in many.parts.values() if len(parts) > 1]
@@ -52,17 +52,6 @@ class Comparison:
             if self.found:
                 return
             before, self.noise = (self.a, self.b), later
-
-    def check(self) -> None:
-        """Raises ValueError where the recordings are of unlike models, dtypes or steps."""
-        if not self.steps:
-            raise ValueError(f"these recordings do not belong together: steps {self.one.steps} and {self.many.steps}")
-        for name in {**self.one.info, **self.many.info}:
-            for words in ("shape", "dtype", "trained"):
-                a, b = (each.info[name][words] if name in each.info else "absent" for each in (self.one, self.many))
-                if a != b:
-                    raise ValueError(f"these recordings do not belong together: the {words} of {name} is {a} in "
-                                     f"{self.one.folder}, and {b} in {self.many.folder}")
 
     def add(self, what: str, which: list[str], by: str, cause: str = "") -> None:
         cause, words = cause or "look at what it is made of", self.which(which) if which else ""
@@ -107,7 +96,6 @@ class Comparison:
                 (each - next(iter(ranks.values()))).norm() > max(noise * each.norm(), floor(name))
                 for ranks in b[name].values() for each in ranks.values())
             c = factor(theirs, mine, noise, floor(name))
-            c = c and rounded(c, noise)
             if unlike or c != 1:
                 found["unlike" if unlike else "factor" if c else "other", c].append(name)
         return found
@@ -190,7 +178,7 @@ class Comparison:
                 if not len(mine) or not sections[bounds].any():
                     continue
                 c = factor(mine, sections[bounds], self.noise)
-                found[rank].add(c and rounded(c, self.noise))
+                found[rank].add(c)
                 taken |= {f"rank {rank} holds the part of rank {parts[other][0]}" for other, theirs in sections.items()
                           if c is None and len(theirs) == len(mine) and factor(mine, theirs, self.noise) == 1}
         return found, taken
@@ -199,9 +187,7 @@ class Comparison:
         """The gradients of both recordings before clipping, by the norms that their ranks have clipped by."""
         runs, largest = ((self.one, self.a), (self.many, self.b)), None
         for run, records in runs if all(given(records, "norm") for run, records in runs) else ():
-            norms = [each["norm"] for each in records]
-            total = sum(sum(records[rank]["squares"][name] / (1 if run.summed else len(ranks)) for rank in ranks)
-                        for name, parts in run.parts.items() for ranks in parts.values()) ** 0.5
+            norms, total = [each["norm"] for each in records], run.norm(records)
             known = next(norm for norm in norms if norm is not None)
             if largest is None and total < known * (1 - 2e-6):
                 largest = total * (1 + 1e-6 / known)  # torch divides by the norm + 1e-6
@@ -220,8 +206,7 @@ class Comparison:
         absent = self.many.summed or any(how == "absent" for how, c in groups)
         ranks = {} if absent or not groups else self.by_rank([*a], "gradients", a)[0]
         own = [[*factors][0] for factors in ranks.values() if len(factors) == 1]
-        is_odd = None not in own and len({*own}) > 1 and not any(self.fits(c)[1] for c in own)
-        if is_odd and len(own) == self.many.world:
+        if len(own) == self.many.world and len({*own} - {None}) > 1 and not any(c is None or self.fits(c)[1] for c in own):
             self.add("gradients", self.names, ", ".join(f"{c:.4g}" for c in own) + " times as large, by rank",
                      "does each rank clip by its own norm?")
             return
@@ -237,8 +222,8 @@ class Comparison:
                      self.mixed_up(rest, a, b) or self.mixture(a, b, before) or self.backward())
         one, many = (given(records, "norm") for records in (self.a, self.b))
         if not groups and one and many and max(abs(each / one[0] - 1) for each in many) > self.noise:
-            ranks = ", ".join(f"{each:.5g}" for each in many)
-            self.add("gradient norm, of gradients that are right", [], f"{ranks} by rank instead of {one[0]:.5g}",
+            by = f"{', '.join(f'{each:.5g}' for each in many)} by rank instead of {one[0]:.5g}"
+            self.add("gradient norm, of gradients that are right", [], by,
                      "is what several ranks hold whole counted once for each of them?" if min(many) > one[0] else
                      "does each rank take the norm of its own gradients for that of all?")
 

@@ -32,7 +32,7 @@ NEEDS = {  # what a command asks for that a test has not -> how it shows
     "a virtual environment of its own": r"pip install",
     "another launcher": r"\b(mpirun|torchx|ray|kubectl|docker|sky) |launch_on_ray",
     "a second terminal": r"py-spy|break_it\.py (hang|deadlock)\n",
-    "an editor": r"\bMY_|NAME\b|propagate 4",
+    "an editor": r"\bMY_|NAME\b|change\.diff",
 }
 SHORTER = {  # program -> flags that cut a run short, and what tells that it is short enough already
     r"step\d\w*/train\.py": ("--max_tokens 20480", r"--max_tokens (\d{1,4}|[1-3]\d{4})\b|--steps"),

@@ -119,7 +119,7 @@ def fake_run(words: tuple, stdout, **_) -> types.SimpleNamespace:
 def test_rows_read_the_same_samples_and_a_failing_one_stops_no_other(check, no_figure, tmp_path, monkeypatch):
     monkeypatch.setattr(sanity_check, "torchrun", lambda ranks, path, *words: words)
     monkeypatch.setattr(sanity_check.subprocess, "run", fake_run)
-    code, printed = check("--log_dir", tmp_path / "runs", "--max_tokens", 81920, "3d=40960")
+    code, printed = check("--log_dir", tmp_path / "runs", "--max_tokens", 81920)
     assert code == 1 and "TP 2 did not run" in printed and "out of paper" in printed
     configs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("runs/*/config.json")}
     assert set(configs) == set(sanity_check.DEFAULT_ROWS) - {"tp2"}
@@ -128,14 +128,13 @@ def test_rows_read_the_same_samples_and_a_failing_one_stops_no_other(check, no_f
         assert samples == 32 and config["gradient_accumulation_steps"] > 1, name
     lines = [line.split("|") for line in printed.splitlines() if line[:1] == "|"][2:]
     ranks_and_steps = {line[1].strip(): [int(cell) for cell in line[2:4]] for line in lines}
-    assert ranks_and_steps["Baseline"] == [1, 20] and ranks_and_steps["3D 2x2x2"] == [8, 10]
+    assert ranks_and_steps["Baseline"] == [1, 20] and ranks_and_steps["3D 2x2x2"] == [8, 20]
     assert len(ranks_and_steps) == len(configs)
     code, printed = check("--log_dir", tmp_path / "runs", "--steps", 20, "--rows", "tp4")
     assert code == 0 and "Baseline:" not in printed and "| Baseline" in printed, "an earlier baseline is used"
 
 
 @pytest.mark.parametrize("words, message", [
-    (["--max_tokens", "tp9=5"], "--max_tokens tp9=5: use N or ROW=N"),
     (["--max_tokens", "5", "--steps", "1"], "use one of them"),
     (["--rows", "tp4"], "holds no baseline"),
 ])

@@ -28,6 +28,7 @@ def test_at_least_twenty_published_faults_by_four_kinds_of_check():
 
 UNLIKE = "unlike on ranks that should hold the same"
 SEEN = {
+    "deadlock": "stage 0: before B0 it waits for B0 of stage 1",
     "hang": "rank 1 --> rank 0     all_reduce of the ranks [0, 1]", "seed": "seed of its own",
     "drift": "whose mean is right",
     "early": "all 39 parameters: unlike on ranks that should hold the same, whose mean is right",
@@ -42,7 +43,7 @@ SEEN = {
     "rate": "the learning rate was [0.0015], not [0.001]",
     "clip": "take the norm of its own gradients for that of all?",
     "sizes": "collectives of the ranks [0, 1] do not match", "postponed": "stage 1 never does W1",
-    "few": "3 stages, 1 micro-batches: deadlock", "router": "mlp.router.weight: " + UNLIKE,
+    "few": "stage 0 does F1, but the micro-batches are 0 to 0", "router": "mlp.router.weight: " + UNLIKE,
     "shards": "take the norm of its own gradients for that of all?", "tied": "summed between first and last stage?",
     "norms": "post_attention_layernorm.weight, final_norm.weight: " + UNLIKE + ", whose sum is right",
     "targets": "the loss is wrong already, 7.03812 instead of 7.1951", "positions": "the loss is wrong already",

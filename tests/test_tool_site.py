@@ -106,19 +106,6 @@ def test_a_page_shows_both_files_whole(site, step):
     assert shown and all((before / name).read_bytes() == (STEPS[step] / name).read_bytes() for name in unchanged)
 
 
-def test_remarks_stand_above_what_they_speak_of(site):
-    for number in STEPS:
-        text = (site / f"step{number}.html").read_text(encoding="utf-8")
-        shown = text[text.index('<h2 id="diff">'):]
-        remarks = re.findall(r'<div class="remark" role="note">(.*?)</div>(?=.*?<code class="new">(.*?)</code>)',
-                             shown, re.S)
-        assert remarks, f"step {number} has no remark"
-        for remark, line in remarks:
-            names = [name.rpartition(".")[2] for name in re.findall(r"<code>([\w.]+)", remark)]
-            line = html.unescape(re.sub(r"<[^>]+>", "", line))
-            assert "@" in line or any(re.search(rf"\b{name}\b", line) for name in names), (number, remark, line)
-
-
 @pytest.fixture
 def repository(tmp_path):
     """repository(readme): a repository of one step with this README.md."""

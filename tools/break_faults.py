@@ -191,15 +191,7 @@ FAULTS = {
         "simulation", ("pytorch/torchtitan#775",)),
 }
 
-# What the flags --checksums and --sgd of break_it.py change besides, with or without a fault
-CHECKSUMS = (
-    Edit("train.py", "import process_group_manager as pgm\n",
-         "import process_group_manager as pgm\nimport same_weights\n"),
-    Edit("train.py", "    for step in range(1, num_steps + 1):\n",
-         "    same_weights.report(0, model, grid.dp_group)\n    for step in range(1, num_steps + 1):\n"),
-    Edit("train.py", "        logger.log(step, ",
-         "        same_weights.report(step, model, grid.dp_group)\n        logger.log(step, "),
-)
+# What --sgd of break_it.py changes besides, with or without a fault
 SGD = (
     Edit("train.py", "torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)",
          "torch.optim.SGD(model.named_parameters(), lr=args.learning_rate)"),

@@ -2,11 +2,9 @@
 
     python tools/break_it.py --list
     python tools/break_it.py hang -- --timeout 20           # what follows -- are further flags of train.py
-    python tools/break_it.py drift --checksums              # do replicas hold the same weights after each step?
-    python tools/break_it.py drift --checksums --healthy    # the same without the fault
+    python tools/break_it.py drift --healthy                # the same without the fault
     python tools/break_it.py scale --compare                # beside one process without the fault, step by step
     python tools/break_it.py scale --compare --sgd          # both with SGD instead of AdamW
-    python tools/break_it.py deadlock --check               # its schedules in a simulation, without a process
     python tools/break_it.py stale --find                   # the check that finds it, on ranks in this process
     python tools/break_it.py --find                         # all faults, each with its check
     python tools/break_it.py --find --healthy               # all checks on steps without a fault
@@ -27,8 +25,8 @@ import sys
 import tempfile
 
 from break_beyond import FAULTS
-from break_faults import CHECKSUMS, SGD, Edit, Fault, edited
-from break_flags import one_process, sizes
+from break_faults import SGD, Edit, Fault, edited
+from break_flags import one_process
 from launch import ROOT, STEPS, metrics, torchrun
 
 PER_STEP = "{:>4} {:>12} {:>9} {:>11} {:>17} {:>10} {:>7}"
@@ -41,7 +39,6 @@ def copy_step(step: str, edits: tuple[Edit, ...], folder: pathlib.Path) -> pathl
     """
     copy = folder / STEPS[step].name
     shutil.copytree(STEPS[step], copy, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "tools" / "same_weights.py", copy)
     for edit in edits:
         path = copy / edit.file
         path.write_text(edited(path.read_text(encoding="utf-8"), edit, f"{copy.name}/{edit.file}"), encoding="utf-8")
@@ -105,15 +102,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("name", nargs="?", metavar="NAME", help=", ".join(FAULTS))
     parser.add_argument("--list", action="store_true", help="the faults, with a sentence each")
     parser.add_argument("--healthy", action="store_true", help="the same run without the fault")
-    parser.add_argument("--checksums", action="store_true", help="compare the replicas' weights after each step")
     parser.add_argument("--sgd", action="store_true", help="SGD instead of AdamW")
     parser.add_argument("--compare", action="store_true", help="beside one process without the fault")
-    parser.add_argument("--check", action="store_true", help="simulate the schedules of the step instead of training")
     parser.add_argument("--find", action="store_true", help="run the check that finds it, without torchrun; of NAME or "
                         "of all; with --healthy and no NAME all checks on healthy steps")
     args = parser.parse_args(own)
     args.further = further
-    others = [f"--{word}" for word in ("checksums", "sgd", "compare", "check") if getattr(args, word)]
+    others = [f"--{word}" for word in ("sgd", "compare") if getattr(args, word)]
     if args.find and others:
         raise ValueError(f"--find chooses the check itself: leave {others[0]} out, or --find")
     if args.find and further:
@@ -123,13 +118,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     if args.name not in FAULTS:
         what = f"there is no fault {args.name!r}: " if args.name else ""
         raise ValueError(f"{what}choose one of {', '.join(FAULTS)} (--list says what each does)")
-    fault = FAULTS[args.name]
-    if args.check and not (STEPS[fault.step] / "pipeline_parallel.py").exists():
-        raise ValueError(f"--check simulates schedules, and {args.name!r} is one of step {fault.step}, which has none")
-    found = sizes(fault.flags)
-    if args.checksums and (found.dp_size == 1 or found.zero or found.num_experts):
-        raise ValueError(f"--checksums compares replicas that hold all weights, and {args.name!r} runs without: "
-                         "use --find, which compares other ranks, too")
     return args
 
 
@@ -154,17 +142,10 @@ def start(args: argparse.Namespace) -> int:
             return find_faults.find_one(args.name, FAULTS[args.name], args.healthy)
         return find_faults.find_healthy() if args.healthy else find_faults.find_all(FAULTS)
     fault = FAULTS[args.name]
-    besides = fault.besides + CHECKSUMS * args.checksums + SGD * args.sgd
+    besides = fault.besides + SGD * args.sgd
     with tempfile.TemporaryDirectory() as folder:
         script = copy_step(fault.step, besides + fault.edits * (not args.healthy), pathlib.Path(folder))
         print(diff(fault.step, script.parent), flush=True)
-        if args.check:
-            from find_faults import check_schedules
-            from step_modules import StepSource
-
-            lines = check_schedules(StepSource(fault.step, folders=(script.parent,)).load())
-            print("\n".join(lines))
-            return int(not all("legal" in line for line in lines))
         flags = flags_of(args.name, fault, args.further)
         shown = shlex.join([*fault.flags, *args.further])
         print(f"torchrun --nproc_per_node {fault.num_processes} {script.parent.name}/train.py {shown}\n", flush=True)

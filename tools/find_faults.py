@@ -27,7 +27,7 @@ from break_flags import one_process, sizes, without
 from launch import STEPS
 from same_numbers.__main__ import Comparison
 from thread_ranks import Violation
-from schedule_check import simulate, wrong_action
+from schedule_check import problem
 from step_modules import StepModules, StepSource, train
 
 STEPS_RUN, STEPS_RECORDED, FEW_MICROBATCHES = 2, 3, ("--gradient_accumulation_steps", "4")
@@ -170,7 +170,7 @@ def simulation(case: Case) -> Finding:
 
 
 def check_schedules(modules: StepModules) -> list[str]:
-    """For each schedule of a step one line: legal, or the least size at which its stages are stuck or leave work out.
+    """For each schedule of a step: that it is legal, or the least size at which it is not, with a picture.
 
     They run in the simulation of schedule_check.py, with up to 8 stages and 16 micro-batches.
     """
@@ -182,22 +182,12 @@ def check_schedules(modules: StepModules) -> list[str]:
         chunks = 2 if schedule.__name__.startswith("interleaved") else 1
         for p, m in itertools.product(range(1, 9), range(1, 17)):
             actions = [list(schedule(stage, p, m, *[chunks] * (chunks > 1))) for stage in range(p)]
-            if problem := stuck_or_left_out(actions, m, chunks):
-                lines.append(f"{schedule.__name__}: {p} stages, {m} micro-batches: {problem}")
+            if wrong := problem(actions, m, chunks):
+                lines.append(f"{schedule.__name__}: {p} stages, {m} micro-batches: {wrong}")
                 break
         else:
             lines.append(f"{schedule.__name__}: legal with up to 8 stages and 16 micro-batches")
     return lines
-
-
-def stuck_or_left_out(actions: list[list[tuple]], num_microbatches: int, num_chunks: int) -> str | None:
-    """In a few words why stages can't run these actions, or what one of them does not do once for each micro-batch."""
-    try:
-        simulate(actions)
-    except AssertionError as error:
-        return str(error).splitlines()[0].replace("Action(kind=", "(").replace(" microbatch=", " ")
-    wrong = {stage: wrong_action(todo, num_microbatches, num_chunks) for stage, todo in enumerate(actions)}
-    return next((f"stage {stage} {words}" for stage, words in wrong.items() if words), None)
 
 
 TOPOLOGIES = (  # healthy ones: a step, its ranks and flags

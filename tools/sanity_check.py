@@ -3,7 +3,7 @@
     python tools/sanity_check.py                                     # the tiny Llama, 50 steps, minutes on two cores
     python tools/sanity_check.py --dtype float64 --steps 20
     python tools/sanity_check.py --preset 1b                         # TinyLlama's shape, for a machine with GPUs
-    python tools/sanity_check.py --preset 1b --rows tp4 3d --max_tokens 4096000 tp4=409600   # tp4 stops earlier
+    python tools/sanity_check.py --preset 1b --rows tp4 --max_tokens 409600     # beside an earlier baseline
     python tools/sanity_check.py --preset 1b --dtype float32 --device cpu --seq_len 32 --steps 4 \
         --rows baseline tp4 pp4_1f1b tp2pp2                          # without a GPU: an hour on two cores, 23 GB
     python tools/sanity_check.py --plot runs/baseline runs/tp4       # trains nothing; the first run is the baseline
@@ -198,7 +198,7 @@ def parse_args():
     parser.add_argument("--seq_len", type=int, metavar="N", help="tokens in a sample, instead of the preset's")
     parser.add_argument("--max_grad_norm", type=float, help="clip gradients (default: as train.py does; 0: never)")
     parser.add_argument("--steps", type=int, help="optimizer steps, instead of --max_tokens")
-    parser.add_argument("--max_tokens", nargs="+", default=[], metavar="[ROW=]N", help="for all rows, or for one")
+    parser.add_argument("--max_tokens", type=int, help="to train on, instead of the preset's")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=DEFAULT_ROWS, metavar="ROW",
                         help=f"train these only, of {', '.join(ROWS)} (default: all but tp2pp2)")
     parser.add_argument("--use_wandb", action="store_true", help="record the runs in Weights & Biases, in one group")
@@ -212,17 +212,12 @@ def parse_args():
         parser.error("the figure needs matplotlib: pip install -e '.[test]'")
     if not (args.plot or "baseline" in args.rows or (args.log_dir / "baseline" / "metrics.jsonl").exists()):
         parser.error(f"{args.log_dir} holds no baseline to compare with: add it to --rows")
-    (seq_len, budget, *_), budgets = PRESETS[args.preset], {}
-    for word in args.max_tokens:
-        name, _, number = word.rpartition("=")
-        if not number.isdecimal() or name not in {"", *ROWS}:
-            parser.error(f"--max_tokens {word}: use N or ROW=N, with a ROW among {', '.join(ROWS)}")
-        budgets[name] = int(number)
-    if args.steps is not None and "" in budgets:
-        parser.error("--steps and --max_tokens N say the same thing: use one of them")
+    if args.steps is not None and args.max_tokens is not None:
+        parser.error("--steps and --max_tokens say the same thing: use one of them")
+    seq_len, budget, *_ = PRESETS[args.preset]
     args.seq_len = args.seq_len or seq_len
-    budget = budgets.get("", budget if args.steps is None else args.steps * GLOBAL_BATCH * args.seq_len)
-    args.budgets = {name: budgets.get(name, budget) for name in ROWS}
+    if args.max_tokens is None:
+        args.max_tokens = budget if args.steps is None else args.steps * GLOBAL_BATCH * args.seq_len
     args.log_dir = args.log_dir.resolve()
     args.figure = args.figure or (
         args.plot[0].resolve().parent / "compared.png" if args.plot else args.log_dir / "sanity_check.png")
@@ -235,7 +230,7 @@ def main() -> int:
     if not args.plot:
         _, _, rate, warm_up, dtype = PRESETS[args.preset]
         flags = {"seq_len": args.seq_len, "learning_rate": rate, "warmup_steps": warm_up, "dtype": args.dtype or dtype,
-                 "device": args.device}
+                 "device": args.device, "max_tokens": args.max_tokens}
         if args.max_grad_norm is not None:
             flags["max_grad_norm"] = args.max_grad_norm
         if args.use_wandb:
@@ -244,7 +239,7 @@ def main() -> int:
             flags["model_name"] = make_1b_model(args.log_dir / "tinyllama_1b")
         folders = [args.log_dir / "baseline"]
         for name in sorted(args.rows, key=list(ROWS).index):  # the baseline first
-            if train(ROWS[name], {**flags, "max_tokens": args.budgets[name]}, args.log_dir):
+            if train(ROWS[name], flags, args.log_dir):
                 folders.append(args.log_dir / name)
             else:
                 failed.append(f"{ROWS[name].label} did not run")

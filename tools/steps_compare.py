@@ -9,18 +9,14 @@ PREDECESSORS = {10: 8, 17: 8, 18: 12}  # of the others, the step with the number
 Change = namedtuple("Change", "what counts")  # "new" "+190", "changed" "+12 -3", "removed" "-40" or "unchanged" ""
 
 
-def git(*args, cwd=None, most=0):
-    """Run git, return (exit code, its output); an exit code above `most` is an error."""
-    done = subprocess.run(["git", "-c", "core.autocrlf=false", *map(str, args)], cwd=cwd, capture_output=True)
-    if not 0 <= done.returncode <= most:
-        raise ValueError(f"git {args[0]}: {done.stderr.decode(errors='replace').strip()}")
-    return done.returncode, done.stdout.decode()
-
-
 def git_diff(old, new, *options, cwd=None):
     """Diff two files wherever they lie; spelled out, for the user's git settings must not alter the counts."""
-    return git("diff", "--no-index", "--no-ext-diff", "--no-prefix", "--text", "--diff-algorithm=myers", "-U3",
-               *options, "--", old, new, cwd=cwd, most=1)[1]
+    done = subprocess.run(["git", "-c", "core.autocrlf=false", "diff", "--no-index", "--no-ext-diff", "--no-prefix",
+                           "--text", "--diff-algorithm=myers", "-U3", *options, "--", old, new], cwd=cwd,
+                          capture_output=True)
+    if not 0 <= done.returncode <= 1:
+        raise ValueError(f"git diff: {done.stderr.decode(errors='replace').strip()}")
+    return done.stdout.decode()
 
 
 def find_steps(root):

@@ -3,9 +3,9 @@
     python tools/timeline_picture.py runs/default_run/timeline_batch5_all.json timeline.png
 
 Blocks are forward and backward passes, with the number of their micro-batch; with zero bubble, gradients of weights are
-blocks of their own. What stays grey between the first and the
-last of them is the bubble. A line leads from the end of the pass that made a tensor to the end of its receive. Bars
-under a row are all-reduces of gradients.
+blocks of their own. What stays grey between the first and the last of them is the bubble. A line leads from the end of
+the pass that made a tensor to the end of its receive. Bars under a row are collectives in the background; how much of
+the gradients' all-reduces backward hides is printed.
 """
 
 import argparse
@@ -16,9 +16,11 @@ import sys
 from typing import NamedTuple
 
 COMPUTE = ("forward", "backward", "weight gradients")
-COLOURS = {"forward": "#4477aa", "backward": "#228833", "weight gradients": "#ccbb44", "optimizer": "#aa3377",
-           "bubble": "#dddddd", "transfer": "#ee7733", "all-reduce": "#66ccee"}
-HEIGHT = 0.62  # of a block; rows are 1 apart
+COLOURS = {"forward": "#4477aa", "backward": "#228833", "weight gradients": "#ccbb44", "all-reduce": "#ee7733",
+           "wait": "#aa3377", "optimizer": "#777777", "reduce-scatter": "#ee7733", "all-gather": "#66ccee",
+           "bubble": "#e3e3e0", "transfer": "#66ccee"}
+GROUND, INK = "#fcfcfa", "#222222"
+HEIGHT = 0.72  # of a block; rows are 1 apart
 
 
 class Span(NamedTuple):
@@ -62,52 +64,57 @@ def bubble_of(spans: list[Span]) -> float:
     return 1 - sum(span.end - span.start for span in compute) / (window * len({span.rank for span in compute}))
 
 
+def overlap_of(spans: list[Span]) -> str:
+    """How much of rank 0's all-reduces of gradients lay under its backward."""
+    end = max(span.end for span in spans if (span.rank, span.kind) == (0, "backward"))
+    sums = [span for span in spans if (span.rank, span.kind) == (0, "all-reduce")]
+    during = sum(min(span.end, end) - min(span.start, end) for span in sums)
+    after = max([span.end - end for span in sums] + [0.0])
+    return f"rank 0: {len(sums)} all-reduces, {1e3 * during:.1f} ms during backward and {1e3 * after:.1f} ms after it"
+
+
+def draw_compute(axes, spans: list[Span], labels: dict[int, str], title: str) -> None:
+    """A row a rank: its passes on a shaded ground, which is the bubble where nothing lies on it."""
+    compute, end = computed(spans), seconds_of(computed(spans))
+    for row in {span.rank for span in compute}:
+        axes.barh(row, end, height=HEIGHT, color=COLOURS["bubble"])
+    for span in compute:
+        axes.barh(span.rank, span.end - span.start, left=span.start, height=HEIGHT, color=COLOURS[span.kind],
+                  alpha=0.65 if span.chunk else 1, edgecolor=GROUND, linewidth=0.6)
+        if span.end - span.start > 0.012 * end:
+            axes.text((span.start + span.end) / 2, span.rank, span.microbatch, ha="center", va="center",
+                      fontsize=9.5, color="white" if span.kind != "weight gradients" else INK)
+    axes.invert_yaxis()
+    axes.set_yticks(list(labels), list(labels.values()))
+    axes.set_title(title, loc="left", fontsize=13, color=INK)
+
+
 def draw(trace_path: str, png_path: str) -> None:
     """Draws what Timeline.write() has written. Raises ImportError, with the remedy, without matplotlib."""
     try:
-        import matplotlib  # imported here: training needs none
+        from matplotlib.figure import Figure  # imported here: training needs none
+        from matplotlib.patches import Patch
     except ImportError:
         raise ImportError("a picture of the timeline needs matplotlib: pip install -e '.[test]'") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     spans = read_trace(trace_path)
-    compute, length = computed(spans), 1e3 * seconds_of(computed(spans))
     names = {span.rank: "rank {}: dp {} pp {} tp {}".format(span.rank, *span.place) for span in spans}
-    figure, axes = plt.subplots(figsize=(12, 0.75 * len(names) + 1.4), dpi=120, layout="constrained")
-    axes.barh(list(names), length, height=HEIGHT, color=COLOURS["bubble"])
-    for span in spans:
-        draw_span(axes, span)
+    count, seconds = 1 + max(span.microbatch for span in computed(spans)), seconds_of(computed(spans))
+    figure = Figure(figsize=(12, 0.75 * len(names) + 1.4), dpi=120, layout="constrained", facecolor=GROUND)
+    axes = figure.subplots()
+    draw_compute(axes, spans, names, f"{len(names)} ranks, up to {count} micro-batches: {seconds:.3g} s from the first "
+                                     f"forward to the last backward, bubble {bubble_of(spans):.0%}")
+    background = [span for span in spans if span.kind in COLOURS and span.kind not in (*COMPUTE, "wait")]
+    for span in background:
+        y, height = (0, HEIGHT) if span.kind == "optimizer" else (HEIGHT / 2 + 0.06, 0.08)
+        axes.barh(span.rank + y, span.end - span.start, left=span.start, height=height, color=COLOURS[span.kind])
     draw_transfers(axes, spans)
-    axes.set_yticks(list(names), list(names.values()))
-    axes.set_ylim(max(names) + 0.6, min(names) - 0.6)
-    axes.tick_params(axis="y", length=0)
-    axes.margins(x=0.01)
-    axes.set_xlabel("milliseconds")
-    count = 1 + max(span.microbatch for span in compute)
-    axes.set_title(f"{len(names)} ranks, up to {count} micro-batches: {length:.0f} ms from the first forward to the "
-                   f"last backward, bubble {bubble_of(spans):.0%}", loc="left", fontsize=10, pad=26)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    shown = {name: colour for name, colour in COLOURS.items()
-             if name != "weight gradients" or any(span.kind == name for span in compute)}
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in shown.values()]
-    axes.legend(handles, shown, ncols=len(shown), loc="lower left", bbox_to_anchor=(0, 1), frameon=False,
-                fontsize=9, borderaxespad=0.2)
+    axes.set_xlabel("seconds")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    kinds = {span.kind for span in computed(spans) + background} | {"bubble", "transfer"}
+    shown = [kind for kind in COLOURS if kind in kinds]
+    figure.legend([Patch(color=COLOURS[kind]) for kind in shown], shown, ncols=len(shown), loc="outside upper left",
+                  frameon=False)
     figure.savefig(png_path)
-    plt.close(figure)
-
-
-def draw_span(axes, span: Span) -> None:
-    start, length = 1e3 * span.start, 1e3 * (span.end - span.start)
-    if span.kind == "all-reduce":
-        axes.barh(span.rank + HEIGHT / 2 + 0.06, length, left=start, height=0.08, color=COLOURS["all-reduce"])
-    elif span.kind in (*COMPUTE, "optimizer"):
-        axes.barh(span.rank, length, left=start, height=HEIGHT, color=COLOURS[span.kind], edgecolor="white",
-                  linewidth=0.5)
-        if span.microbatch is not None:
-            axes.text(start + length / 2, span.rank, span.microbatch, ha="center", va="center", color="white",
-                      fontsize=7, clip_on=True)
 
 
 def draw_transfers(axes, spans: list[Span]) -> None:
@@ -119,7 +126,7 @@ def draw_transfers(axes, spans: list[Span]) -> None:
     for span in spans:
         if span.kind == "receive":
             kind, edge = ("forward", HEIGHT / 2) if span.peer < span.rank else ("backward", -HEIGHT / 2)
-            times = (1e3 * ends[span.peer, kind, span.microbatch], 1e3 * span.end)
+            times = (ends[span.peer, kind, span.microbatch], span.end)
             axes.plot(times, (span.peer + edge, span.rank - edge), color=COLOURS["transfer"], linewidth=1,
                       marker="o", markevery=[1], markersize=2.5)
 
@@ -129,6 +136,8 @@ if __name__ == "__main__":
     parser.add_argument("trace_path", help="timeline_batch<N>_all.json of a run with --profile_batch N")
     parser.add_argument("png_path", help="where to write the picture")
     try:
-        draw(**vars(parser.parse_args()))
+        args = parser.parse_args()
+        draw(**vars(args))
+        print(overlap_of(read_trace(args.trace_path)))
     except (ImportError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -105,7 +105,7 @@ async function usePlayground() {
   await page.selectOption("[name=schedule]", "zb");
   found.playground.zb = await read();
   await page.fill("[name=p]", "2");
-  await page.fill("[name=transfer]", "0.5");
+  await page.fill("[name=message]", "0.5");
   await page.fill("[name=speed1]", "2");
   found.playground.changed = await read();
   found.playground.address = at();
@@ -119,7 +119,7 @@ async function useChoice() {
   await open("choose.html");
   const read = async () => ({
     facts: await page.locator("#facts dd").evaluateAll((all) => all.map((dd) => dd.firstChild.textContent)),
-    best: await page.locator("#fitting tbody tr").first().locator("td").allTextContents(),
+    best: await page.locator("#fitting tr").first().locator("td").allTextContents(),
     problem: await page.locator("#problem").textContent(),
   });
   await page.selectOption("[name=model]", "llama-70b");

@@ -6,9 +6,8 @@ shards        Bytes a parameter: all tensors that live in the process, weights, 
               before the optimizer's step and after it: the most of these, and that before the optimizer's step.
               Activations are kept small: a micro-batch is one sample of 16 tokens.
 activations   Bytes that autograd keeps of a micro-batch of one sample, see tests/support/saved_for_backward.py: of a
-              model with 1 and with 3 layers, so half of the difference is a layer. The formulas are those of this code
-              on the CPU in float32, where the norm keeps its input, the input divided by its root mean square, and this
-              root.
+              model with 1 and with 3 layers, so half of the difference is a layer. The formula of a layer is
+              data_sheets.kept_by_layer(), on the CPU in float32.
 
 All are of the rank that holds most.
 """
@@ -136,20 +135,18 @@ def measure_activations(step: int, flags: str, seq_len: int) -> dict[str, float]
 
 
 def formula_of_activations(seq_len: int, tp: int = 1, sequence: bool = False, cp: int = 1) -> dict[str, float]:
-    """What measure_activations() should find. Below are numbers for each token of the text."""
+    """What measure_activations() should find. Below are bytes for each token of the text."""
+    from data_sheets import MODEL, Shape, kept_by_layer
+
     config = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text())
-    d, heads, head_dim = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
-    norm = 2 * d + 1  # input, normalised input, 1 / root mean square
-    norm /= tp if sequence else 1
-    inputs = 2 * d  # what q, k, v and what gate, up multiply: gathered, so whole
-    # q and k after the rotation, v, the output, the log-sum-exp of each head
-    attention = (2 * heads * head_dim + 2 * config["num_key_value_heads"] * head_dim + heads) / tp
-    mlp = 4 * config["intermediate_size"] / tp  # gate, silu(gate), up, and their product
-    layer = 2 * norm + inputs + attention + mlp
+    shape = Shape(*(config[name] for name in (*MODEL, "head_dim")))
+    kept = kept_by_layer(shape, tp, 4, is_gpu=False)
+    kept["two norms"] /= tp if sequence else 1
+    layer = sum(kept.values())
     ids = 2 * (2 + 1 / 4) if tp > 1 else 4 if cp > 1 else 2  # int64, tokens and targets: each with a mask, or in one
-    # cos and sin, the last norm, what the projection multiplies, the softmax
-    rest = ids + 2 * head_dim + norm + d + config["vocab_size"] / tp
-    return {"layer": 4 * seq_len * layer / cp, "whole": 4 * seq_len * (LAYERS[1] * layer + rest) / cp}
+    # cos and sin, what the projection multiplies, the softmax, the last norm
+    rest = 4 * (ids + 2 * shape.head_dim + shape.hidden + shape.vocab / tp) + kept["two norms"] / 2
+    return {"layer": seq_len * layer / cp, "whole": seq_len * (LAYERS[1] * layer + rest) / cp}
 
 
 def peaks(args) -> None:

@@ -7,8 +7,9 @@ import types
 import matplotlib.patches as patches
 from launch import modules_of
 from matplotlib.figure import Figure
+from timeline_picture import GROUND, INK
 
-GROUND, INK, FAINT = "#fcfcfa", "#222222", "#8a8a8a"
+FAINT = "#8a8a8a"
 RANKS = ["#4477aa", "#ee6677", "#228833", "#ccbb44"]  # a colour for each rank's data
 LIGHT = ["#c7d8e8", "#f9cfd4", "#bfe0c4", "#efe8bd"]  # the same, as a background
 

@@ -3,13 +3,10 @@
 import pathlib
 import statistics
 
-from figures_drawn import GROUND, INK, canvas
+from figures_drawn import INK, canvas
 from matplotlib.patches import Patch
-from timeline_picture import COMPUTE, Span, bubble_of, computed, read_trace, seconds_of
+from timeline_picture import COLOURS, COMPUTE, Span, bubble_of, computed, draw_compute, read_trace, seconds_of
 
-COLOURS = {"forward": "#4477aa", "backward": "#228833", "weight gradients": "#ccbb44", "all-reduce": "#ee7733",
-           "wait": "#aa3377", "optimizer": "#777777", "reduce-scatter": "#ee7733", "all-gather": "#66ccee"}
-BUBBLE = "#e3e3e0"
 SCHEDULES = {"afab": "all forward, all backward (AFAB)", "1f1b": "one forward, one backward (1F1B)",
              "zb": "zero bubble", "interleaved": "interleaved 1F1B, two chunks per rank",
              "interleaved_zb": "interleaved zero bubble, two chunks per rank"}
@@ -24,30 +21,14 @@ def last_backward(spans: list[Span]) -> list[Span]:
             if span.end > begin and span.kind in ("backward", "all-reduce", "wait")]
 
 
-def save(figure, axes, picture: pathlib.Path, label: str, kinds=(), **more: str) -> None:
-    """`label`: of the last row's x axes. A legend of the kinds of spans, and more names with their colours."""
+def save(figure, axes, picture: pathlib.Path, label: str, kinds=()) -> None:
+    """`label`: of the last row's x axes. The legend has the kinds."""
     for one in axes[-1]:
         one.set_xlabel(label, fontsize=12)
-    if names := {kind: COLOURS[kind] for kind in kinds} | more:
-        figure.legend([Patch(color=colour) for colour in names.values()], names, loc="outside upper left",
-                      frameon=False, fontsize=11.5, ncols=len(names))
+    if kinds:
+        figure.legend([Patch(color=COLOURS[kind]) for kind in kinds], kinds, loc="outside upper left", frameon=False,
+                      fontsize=11.5, ncols=len(kinds))
     figure.savefig(picture)
-
-
-def draw_compute(axes, spans: list[Span], labels: dict[int, str], title: str) -> None:
-    """A row a rank: its passes on a shaded ground, which is the bubble where nothing lies on it."""
-    compute, end = computed(spans), seconds_of(computed(spans))
-    for row in {span.rank for span in compute}:
-        axes.barh(row, end, height=0.72, color=BUBBLE)
-    for span in compute:
-        axes.barh(span.rank, span.end - span.start, left=span.start, height=0.72, color=COLOURS[span.kind],
-                  alpha=0.65 if span.chunk else 1, edgecolor=GROUND, linewidth=0.6)
-        if span.end - span.start > 0.012 * end:
-            axes.text((span.start + span.end) / 2, span.rank, span.microbatch, ha="center", va="center",
-                      fontsize=9.5, color="white" if span.kind != "weight gradients" else INK)
-    axes.invert_yaxis()
-    axes.set_yticks(list(labels), list(labels.values()))
-    axes.set_title(title, loc="left", fontsize=13, color=INK)
 
 
 def timelines(traces: dict[str, pathlib.Path], picture: pathlib.Path) -> None:
@@ -61,7 +42,7 @@ def timelines(traces: dict[str, pathlib.Path], picture: pathlib.Path) -> None:
     lighter = "; the lighter blocks are chunk 1" if "interleaved" in traces else ""
     axes[-1, 0].set_xlim(0, None)
     save(figure, axes, picture, f"seconds; the number in a block is its micro-batch{lighter}",
-         COMPUTE if {"zb", "interleaved_zb"} & traces.keys() else COMPUTE[:2], bubble=BUBBLE)
+         (*(COMPUTE if {"zb", "interleaved_zb"} & traces.keys() else COMPUTE[:2]), "bubble"))
 
 
 def alive(spans: list[Span], rank: int) -> tuple[list[float], list[int]]:
@@ -129,31 +110,25 @@ def unlike(trace: pathlib.Path, picture: pathlib.Path) -> None:
     figure, axes = canvas(10, 3.6, bare=False)
     draw_compute(axes[0, 0], spans, {rank: f"rank {rank}: pipeline {dp}\nstage {pp}, {layers[dp, pp]}" for rank, (
         dp, pp, _) in sorted({(span.rank, span.place) for span in spans})}, ";   ".join(titles))
-    save(figure, axes, picture, "seconds; the number in a block is its micro-batch", COMPUTE[:2], bubble=BUBBLE)
+    save(figure, axes, picture, "seconds; the number in a block is its micro-batch", (*COMPUTE[:2], "bubble"))
 
 
 def muon(found: dict, picture: pathlib.Path) -> None:
-    """The singular values of an update, and losses over tokens and over seconds: see course_muon.compare()."""
-    figure, ((left, middle, right),) = canvas(10, 3.7, 3, bare=False)
-    shades = {"adamw": "#ee7733", "muon": "#4477aa"}
-    for values, colour, label in zip(found["singular_values"], ("#999999", shades["muon"]), ("before", "after")):
-        left.semilogy(range(1, len(values) + 1), values, color=colour, linewidth=2.2, label=label)
-    left.set_title("singular values of an update", loc="left", fontsize=12, color=INK)
-    left.set_xlabel("number", fontsize=12)
+    """Losses over tokens and over seconds: see course_muon.compare()."""
+    figure, ((left, right),) = canvas(10, 3.7, 2, bare=False)
+    shades, names = {"adamw": "#ee7733", "muon": "#4477aa"}, {"adamw": "AdamW", "muon": "Muon"}
     runs = [run for run in found["runs"] if found["best"][run["name"][0]] == run["name"][1]]
     for run in runs:
         kind, losses = run["name"][0], run["losses"]
         smooth = [statistics.mean(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]
-        seconds = statistics.median(run["seconds"])
-        label = {"adamw": "AdamW", "muon": "Muon"}[kind] if run["name"][2] == runs[0]["name"][2] else None
-        for axes, unit in ((middle, 1.024), (right, seconds)):
+        label = names[kind] if run["name"][2] == runs[0]["name"][2] else None
+        for axes, unit in ((left, 1.024), (right, statistics.median(run["seconds"]))):
             axes.plot([unit * (i + 1) for i in range(9, len(smooth))], smooth[9:], color=shades[kind], linewidth=1.6,
                       label=label)
-    for axes, label in ((middle, "thousand tokens"), (right, "seconds of one core")):
+    for axes, label in ((left, "thousand tokens"), (right, "seconds")):
         axes.set_title("loss, mean of ten steps", loc="left", fontsize=12, color=INK)
         axes.set_xlabel(label, fontsize=12)
-    for axes in (left, middle):
-        axes.legend(frameon=False, fontsize=11)
+    left.legend(frameon=False, fontsize=11)
     figure.savefig(picture)
 
 
@@ -178,4 +153,4 @@ def plan(seconds: list[float], planned: dict, spans: list[tuple], picture: pathl
                  f"planned: {planned['global_batch']} samples in micro-batches of {planned['micro_batch_size']}, "
                  f"{planned['predicted']['step_seconds']:.2f} s a step")
     left.set_ylim(right.get_ylim())
-    save(figure, [[right]], picture, "seconds, simulated", COMPUTE[:2], bubble=BUBBLE)
+    save(figure, [[right]], picture, "seconds, simulated", (*COMPUTE[:2], "bubble"))

@@ -32,18 +32,14 @@ function shards(job, { dp, cp, ep, zero }) {
   return [size, gcd(Math.max(Math.floor(size / ep), 1), (dp * cp) / ep)];
 }
 
-/** Why the steps do not train like this, or why nobody would; null: they do. */
-function refusal(job, split) {
+/** Whether the steps do not train like this, or nobody would; refusal() in Python says why. */
+function isRefused(job, split) {
   const { dp, tp, pp, cp, zero } = split,
+    [size] = shards(job, split),
     m = job.global_batch / dp / job.micro_batch;
-  if (job.heads % tp || job.kv_heads % tp || job.width % tp)
-    return `tp ${tp} does not divide the heads, the key/value heads or the MLP's width`;
-  if (pp * chunks(job, split) > job.layers) return `there are more stages or chunks than the ${job.layers} layers`;
-  if (m % 1) return `dp ${dp} does not divide the global batch into whole micro-batches`;
-  if (cp > 1 && job.seq_len % (2 * cp * tp)) return `2 x cp ${cp} x tp ${tp} does not divide the tokens of a sample`;
-  if ((dp * cp) % shards(job, split)[0] || (zero && job.shard_size === 1))
-    return `groups of ${job.shard_size} do not divide dp ${dp} x cp ${cp} replicas`;
-  return m < pp ? `pp ${pp}: fewer micro-batches than stages never fill the pipeline` : null;
+  const isCut = [job.heads, job.kv_heads, job.width].every((size) => size % tp === 0);
+  const isWhole = m % 1 === 0 && !(cp > 1 && job.seq_len % (2 * cp * tp)) && (dp * cp) % size === 0;
+  return !isCut || !isWhole || (zero && job.shard_size === 1) || pp * chunks(job, split) > job.layers || m < pp;
 }
 
 function alive({ pp, engine }, rank, m, v) {
@@ -187,42 +183,24 @@ function price(job, split) {
   return { split, microbatches: m, held: fullest, memory: sum(fullest), sent: volume, bubble, lost };
 }
 
-/** [rows that fit, rows that do not, [reason, how often] of those that are refused] */
+/** [rows that fit, rows that do not, how many splits are refused] */
 function choose(job) {
-  const refused = new Map(),
-    rows = [];
-  for (const split of splits(job)) {
-    const reason = refusal(job, split);
-    if (reason) refused.set(reason, (refused.get(reason) || 0) + 1);
-    else rows.push(price(job, split));
-  }
+  const all = [...splits(job)],
+    rows = all.filter((split) => !isRefused(job, split)).map((split) => price(job, split));
   return [
     rows.filter((row) => row.memory <= job.memory).sort((a, b) => a.lost - b.lost || a.memory - b.memory),
     rows.filter((row) => row.memory > job.memory).sort((a, b) => a.memory - b.memory),
-    [...refused].sort((a, b) => b[1] - a[1]),
+    all.length - rows.length,
   ];
 }
 
 /** The page: reads the form, shows the splits. */
 function showChoice() {
-  const MODELS = {
-    "llama-1b": [2048, 8192, 16, 32, 8, 128256, true],
-    "llama-2-7b": [4096, 11008, 32, 32, 32, 32000, false],
-    "llama-8b": [4096, 14336, 32, 32, 8, 128256, false],
-    "llama-2-13b": [5120, 13824, 40, 40, 40, 32000, false],
-    "llama-70b": [8192, 28672, 80, 64, 8, 128256, false],
-    "llama-405b": [16384, 53248, 126, 128, 8, 128256, false],
-  };
   const SIZES = ["hidden", "width", "layers", "heads", "kv_heads", "vocab", "tied"],
     UNITS = { memory: 1e9, inside: 1e9, between: 1e9, flops: 1e12 };
-  const COLUMNS = [...AXES, "schedule", "ZeRO", "m", "seconds lost", "bubble", "GB held", "weights"].concat(
-    ["gradients", "AdamW", "activations"],
-    AXES.map((axis) => `GB sent, ${axis}`),
-  );
   const form = document.getElementById("choose"),
     fields = form.elements,
     place = (id) => document.getElementById(id);
-  for (const name of ["other", ...Object.keys(MODELS)]) htmlElement("option", {}, fields.model, name);
 
   function read() {
     const job = numbersOf(form);
@@ -233,11 +211,9 @@ function showChoice() {
     return { ...job, ...chosen, head_dim: job.hidden / job.heads };
   }
 
-  function fill(table, rows, job) {
+  function fill(body, rows, job) {
     const gb = (bytes) => (bytes / 1e9).toFixed(bytes < 1e11 ? 1 : 0);
-    const head = htmlElement("tr", {}, htmlElement("thead", {}));
-    for (const name of COLUMNS) htmlElement("th", { scope: "col" }, head, name);
-    const body = htmlElement("tbody", {});
+    body.replaceChildren();
     for (const { split, microbatches, held, memory, sent, bubble, lost } of rows) {
       const { engine, zero, sp } = split,
         sizes = AXES.map((axis) => (axis === "tp" && sp ? `${split.tp} s` : split[axis]));
@@ -248,13 +224,11 @@ function showChoice() {
       for (const text of [...sizes, name, zero, microbatches, ...shares, ...volumes])
         htmlElement("td", {}, row, String(text));
     }
-    table.replaceChildren(head.parentElement, body);
-    table.parentElement.tabIndex = 0; // it scrolls sideways, and site.js has seen it empty
+    body.closest(".scroll").tabIndex = 0; // it scrolls sideways, and site.js has seen it empty
   }
 
   function show(job) {
-    const [fitting, others, refused] = choose(job),
-      refusals = refused.reduce((total, [, count]) => total + count, 0);
+    const [fitting, others, refused] = choose(job);
     const gb = (row) => `${(row.memory / 1e9).toFixed(1)} GB`,
       [best, least] = [fitting[0], [...fitting, ...others].sort((a, b) => a.memory - b.memory)[0]];
     const grid = ({ split }) =>
@@ -264,25 +238,19 @@ function showChoice() {
     const tokens = (job.global_batch * job.seq_len).toLocaleString("en");
     showFacts(place("facts"), [
       ["Parameters", `${(allParameters(job) / 1e9).toPrecision(3)} billion`, `${tokens} tokens a step`],
-      ["Splits that fit", fitting.length, `of ${fitting.length + others.length + refusals}`],
+      ["Splits that fit", fitting.length, `${others.length} do not, ${refused} are not to be had`],
       ["Loses least time", best ? `${best.lost.toFixed(2)} s` : "none", best ? grid(best) : "take more ranks"],
       ["Holds least", least ? gb(least) : "none", least ? grid(least) : ""],
     ]);
     fill(place("fitting"), fitting.slice(0, 20), job);
-    fill(place("others"), others.slice(0, 20), job);
-    place("count-others").textContent = `${others.length} splits do not fit; those that lack least`;
-    place("count-refused").textContent = `${refusals} splits are not to be had`;
-    place("refused").replaceChildren(
-      ...refused.map(([reason, count]) => htmlElement("li", {}, undefined, `${count}: ${reason}`)),
-    );
   }
 
-  fields.model.value = "llama-8b";
   followForm(form, (event) => {
-    if (event && event.target === fields.model && MODELS[fields.model.value])
-      MODELS[fields.model.value].forEach((size, k) => {
+    const [chosen] = fields.model.selectedOptions;
+    if (event && event.target === fields.model && chosen.dataset.sizes)
+      chosen.dataset.sizes.split(" ").forEach((size, k) => {
         const field = fields[SIZES[k]];
-        if (field.type === "checkbox") field.checked = size;
+        if (field.type === "checkbox") field.checked = size === "True";
         else field.value = size;
       });
     else if (event && SIZES.includes(event.target.name)) fields.model.value = "other";

@@ -1,62 +1,13 @@
-// For every page: previous and next by keyboard, the contents list, folds that open for what is linked to.
+// For every page: folds that open for what is linked to, boxes that scroll by keyboard.
 "use strict";
 
 (() => {
-  /** Left and right, or p and n, turn pages, unless the key means something where it is pressed. */
-  function turnPage(event) {
-    const direction = { ArrowLeft: "prev", p: "prev", ArrowRight: "next", n: "next" }[event.key];
-    const isScrolled = event.target.matches("pre, .scroll, .code");
-    if (
-      !direction ||
-      (event.key.startsWith("Arrow") && (isScrolled || event.target.closest("button, [data-keys]"))) ||
-      event.target.closest("input, select, textarea") ||
-      event.ctrlKey ||
-      event.altKey ||
-      event.metaKey ||
-      event.shiftKey
-    )
-      return;
-    const link = document.querySelector(`link[rel="${direction}"]`);
-    if (link) location.href = link.href;
-  }
-
   /** A link to a line that is folded opens the fold. */
   function openTarget() {
     const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
     if (!target) return;
     for (let fold = target.closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
     target.scrollIntoView();
-  }
-
-  /** Marks the section that is being read in the contents list. */
-  function followReading() {
-    const links = new Map([...document.querySelectorAll(".contents a")].map((link) => [link.hash.slice(1), link]));
-    const headings = [...links.keys()].map((name) => document.getElementById(decodeURIComponent(name))).filter(Boolean);
-    let current = null,
-      isQueued = false;
-    const update = () => {
-      isQueued = false;
-      const above = headings.filter((heading) => heading.getBoundingClientRect().top < 120);
-      const link = above.length ? links.get(encodeURI(above[above.length - 1].id)) || null : null;
-      if (link === current) return;
-      if (current) current.removeAttribute("aria-current");
-      if (link) {
-        link.setAttribute("aria-current", "true");
-        const list = link.closest(".contents");
-        const below = link.getBoundingClientRect().bottom - list.getBoundingClientRect().bottom;
-        if (below > 0 || link.getBoundingClientRect().top < 0) list.scrollTop += below + 80;
-      }
-      current = link;
-    };
-    addEventListener(
-      "scroll",
-      () => {
-        if (!isQueued) requestAnimationFrame(update);
-        isQueued = true;
-      },
-      { passive: true },
-    );
-    update();
   }
 
   /** What scrolls sideways can be scrolled by keyboard. */
@@ -67,7 +18,6 @@
     }
   }
 
-  addEventListener("keydown", turnPage);
   addEventListener("hashchange", openTarget);
   addEventListener("resize", reachScrollers);
   addEventListener("toggle", reachScrollers, true);
@@ -75,6 +25,5 @@
   const contents = document.querySelector(".contents details");
   if (contents && innerWidth <= 1100) contents.open = false;
   openTarget();
-  followReading();
   reachScrollers();
 })();

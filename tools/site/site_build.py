@@ -1,9 +1,13 @@
 """Writes the site: all pages, their pictures, and what a browser needs besides, into a folder of its own."""
 
+import itertools
+import json
 import pathlib
 import shutil
+import sys
 
 import jinja2
+from launch import ROOT, modules_of
 from markupsafe import Markup
 from site_exercises import exercise_pages
 from site_pages import GROUPS, Page, Repository, document_page, source_page, step_page, tour_page
@@ -12,8 +16,14 @@ from tours import file_stem
 
 TEMPLATES = pathlib.Path(__file__).resolve().parent
 MARKER = ".site"  # a folder that holds it was written by build(), and may be replaced
+sys.path.append(str(ROOT / "cluster"))
+with modules_of(9):
+    from data_sheets import PRESETS
+    from planning.schedules import SCHEDULES as OF_PLANNER
+with modules_of(11):
+    from virtual_stages import SCHEDULES as OF_STEPS
 FORMS = [Page("playground.html", "Schedules", "Schedule playground", [], "playground.html", {}),
-         Page("choose.html", "How to split", "How to split", [], "choose.html", {}, "Beyond")]
+         Page("choose.html", "How to split", "How to split", [], "choose.html", {"models": PRESETS}, "Beyond")]
 
 
 def empty_folder(out: pathlib.Path) -> None:
@@ -81,3 +91,16 @@ def write(out: pathlib.Path, pages: list[Page], sources: list[Page]) -> None:
     for path in TEMPLATES.iterdir():
         if path.suffix in (".css", ".js"):
             shutil.copyfile(path, out / path.name)
+    (out / "schedules.js").write_text(f"const SCHEDULES = {json.dumps(schedules())};\n")
+
+
+def schedules() -> dict[str, dict]:
+    """name -> stages -> micro-batches -> what each stage does, as "F0 F1 B0": all that the playground's form can ask
+    for. A stroke stands behind what is of the second chunk."""
+    found = {}
+    for (name, schedule), p, m in itertools.product((OF_PLANNER | OF_STEPS).items(), range(1, 9), range(1, 17)):
+        chunks = [2] if name.startswith("interleaved") else []
+        stages = [" ".join("{}{}{}".format(*action[:2], "'" * (*action, 0)[2]) for action in schedule(s, p, m, *chunks))
+                  for s in range(p)]
+        found.setdefault(name, {}).setdefault(p, {})[m] = stages
+    return found

@@ -1,6 +1,6 @@
 """What a step changed, as HTML: two columns for a changed file, one for a new one. Unchanged code is folded.
 
-Each line of the new file has an anchor, `model.py-12`. The chapter's remarks stand above the lines that they speak of.
+Each line of the new file has an anchor, `model.py-12`.
 """
 
 import difflib
@@ -80,18 +80,17 @@ def marks(old: str, new: str) -> tuple[list[tuple[int, int]], list[tuple[int, in
 
 
 class Drawing:
-    """One file's diff as HTML. `remarks`: line of the new file -> HTML that stands above it."""
+    """One file's diff as HTML."""
 
-    def __init__(self, diff: FileDiff, remarks: dict[int, str]):
-        self.diff, self.remarks = diff, remarks
+    def __init__(self, diff: FileDiff):
+        self.diff = diff
         self.old = tokens_by_line("\n".join(diff.old), diff.name)
         self.new = tokens_by_line("\n".join(diff.new), diff.name)
 
     def html(self) -> str:
         """All lines of the file, those far from a change folded."""
         if self.diff.change.what == "new":
-            return "".join(self.remarks.get(k, "") + self.cell("new", k, line, ())
-                           for k, line in enumerate(self.new, start=1))
+            return "".join(self.cell("new", k, line, ()) for k, line in enumerate(self.new, start=1))
         if self.diff.change.what == "removed":
             rows = "".join(self.cell("old", k, line, ()) for k, line in enumerate(self.old, start=1))
             return fold(f"{len(self.old)} lines that this step removes", rows)
@@ -110,23 +109,17 @@ class Drawing:
                 f"{line_html(line, marked)}</code>")
 
     def row(self, old: int | None, new: int | None, is_changed: bool) -> str:
-        """Two lines beside each other, below the remark on the new one."""
+        """Two lines beside each other."""
         before, after = (), ()
         if is_changed and old and new:
             before, after = marks(self.diff.old[old - 1], self.diff.new[new - 1])
-        remark = f'<div class="row">{self.remarks[new]}</div>' if new in self.remarks else ""
-        return (remark + '<div class="row">' + self.cell("old", old, self.old[old - 1] if old else [], before)
+        return ('<div class="row">' + self.cell("old", old, self.old[old - 1] if old else [], before)
                 + self.cell("new", new, self.new[new - 1] if new else [], after) + "</div>")
 
     def same(self, k: int, rows: list) -> str:
-        """Unchanged rows: those near a change or a remark are shown, the others folded."""
-        shown, last = set(), len(rows) - 1
-        for i, (_, new) in enumerate(rows):
-            near_change = (k > 0 and i < CONTEXT) or (k < len(self.diff.blocks) - 1 and i > last - CONTEXT)
-            near_remark = any(new + j in self.remarks for j in range(-CONTEXT, 2))
-            if near_change or near_remark:
-                shown.add(i)
-        parts = []
+        """Unchanged rows: those near a change are shown, the others folded."""
+        first, last = CONTEXT * (k > 0), len(rows) - CONTEXT * (k < len(self.diff.blocks) - 1)
+        shown, parts = {*range(first), *range(last, len(rows))}, []
         for is_shown, run in itertools.groupby(range(len(rows)), lambda i: i in shown):
             lines = [self.row(*rows[i], False) for i in run]
             text = f'<div class="same">{"".join(lines)}</div>'

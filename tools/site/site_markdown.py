@@ -114,25 +114,6 @@ class Document:
         change = self.repository.picture if match[1] == "src" else self.repository.address
         return f'{match[1]}="{html.escape(change(html.unescape(match[2]), self.folder))}"'
 
-    def remarks(self, sections: set[str]) -> list[tuple[list[str], str]]:
-        """Of these sections, each paragraph and list item: the texts in backticks, and the HTML."""
-        found, tokens, is_inside, k = [], self.tokens, False, 0
-        while k < len(tokens):
-            token = tokens[k]
-            if token.type == "heading_open" and token.tag == "h2":
-                is_inside = plain(tokens[k + 1]) in sections
-            if is_inside and token.type in ("paragraph_open", "list_item_open"):
-                stop = next(i for i in range(k, len(tokens)) if tokens[i].level == token.level
-                            and tokens[i].type == token.type.replace("open", "close"))
-                inner = tokens[k + 1 : stop]
-                spans = [child for part in inner for child in part.children or []]
-                names = [span.content for span in spans if span.type == "code_inline"]
-                text = self.render(inner if token.type == "list_item_open" else tokens[k : stop + 1])
-                found.append((names, text))
-                k = stop
-            k += 1
-        return found
-
 
 def plain(inline: Token) -> str:
     """The text of a heading, without its marks."""

@@ -17,14 +17,13 @@ import shutil
 from typing import NamedTuple
 
 from site_code import line_html, tokens_by_line
-from site_diff import Drawing, FileDiff, diff_step
+from site_diff import Drawing, diff_step
 from site_markdown import Document, Heading
 from site_tours import tour_content
 from steps_compare import find_steps, predecessor
 from tours import definitions, find_tours, read_tour
 
 PICTURES = (".png", ".svg", ".jpg", ".jpeg", ".gif", ".webp")
-REMARKED = {"Files", "Who holds what, who sends what"}  # sections whose remarks stand in the diff as well
 EXTERNAL = re.compile(r"[a-zA-Z][a-zA-Z+.-]*:")
 
 
@@ -135,7 +134,7 @@ def tour_page(repository: Repository, place: pathlib.Path) -> Page:
 
 
 def step_page(repository: Repository, number: int) -> Page:
-    """The page of a step: its chapter and its diff, with the chapter's remarks in it."""
+    """The page of a step: its chapter, whose words in backticks lead to what they name, and its diff."""
     folder, diffs, defined = repository.steps[number], repository.diffs[number], {}
     names = {diff.name: diff.added for diff in diffs}
     for diff in diffs:
@@ -158,9 +157,8 @@ def step_page(repository: Repository, number: int) -> Page:
         return address or repository.exercise_address(text)
 
     document = Document((folder / "README.md").read_text(encoding="utf-8"), repository, folder, name)
-    remarks = place_remarks(document.remarks(REMARKED), find)
     files = [{"name": diff.name, "what": diff.change.what, "counts": diff.change.counts,
-              "html": Drawing(diff, remarks.get(diff.name, {})).html()} for diff in diffs]
+              "html": Drawing(diff).html()} for diff in diffs]
     before = predecessor(repository.steps, number)
     unchanged = sorted(path.name for path in folder.glob("*.py") if path.name not in names)
     headings = [*document.headings, Heading(2, "diff", "The diff"),
@@ -173,23 +171,6 @@ def step_page(repository: Repository, number: int) -> Page:
     content["tours"] = [address for tour, address in repository.tours.items() if tour.parent == place]
     group = ROOMS.get(place.parts[0], GROUPS[0])
     return Page(f"step{number}.html", str(number), document.title, headings, "step.html", content, group)
-
-
-def place_remarks(remarks: list[tuple[list[str], str]], find) -> dict[str, dict[int, str]]:
-    """file -> line -> the HTML of the remarks that stand above it: those whose first known name is defined there.
-
-    A paragraph that begins with "Read" is an order of reading, and no remark on a line.
-    """
-    placed: dict[str, dict[int, str]] = {}
-    for texts, text in remarks:
-        if text.startswith("<p>Read "):
-            continue
-        place = next(filter(None, map(find, texts)), None)
-        if place:
-            file, line = place
-            lines = placed.setdefault(file, {})
-            lines[line] = lines.get(line, "") + f'<div class="remark" role="note">{text}</div>'
-    return placed
 
 
 def source_page(repository: Repository, place: pathlib.Path) -> Page:

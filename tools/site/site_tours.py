@@ -28,7 +28,7 @@ def scene_code(scene: Scene, before: pathlib.Path | None, diffs: list[FileDiff])
     if scene.place is None:
         shown = [diff for diff in diffs if scene.diff in ("", diff.name) and diff.change.what != "removed"]
         rows = [f'<p class="file"><b>{diff.name}</b> {diff.change.what} {diff.change.counts}</p>'
-                + f'<div class="code {"one" if diff.change.what == "new" else "two"}">{Drawing(diff, {}).html()}</div>'
+                + f'<div class="code {"one" if diff.change.what == "new" else "two"}">{Drawing(diff).html()}</div>'
                 * (diff.change.what == "changed" or scene.diff == diff.name) for diff in shown]
         return NUMBER.sub(r'<span class="no">\1</span>', "".join(rows))  # a line may stand in several scenes
     path, rows = scene.place.path, []

@@ -32,21 +32,16 @@
   /** The scene that the page's address names, or the first. */
   const addressed = () => (Number(location.hash.match(/^#scene-(\d+)$/)?.[1]) || 1) - 1;
 
-  document.addEventListener(
-    "keydown",
-    (event) => {
-      if (event.target.closest("input, select, textarea") || event.ctrlKey || event.altKey || event.metaKey) return;
-      const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-      if (event.key === " " && event.target !== button) play(timer === null);
-      else if (step) {
-        play(false);
-        show(current + step);
-      } else return;
-      event.preventDefault();
-      event.stopPropagation(); // the arrow keys would turn the page
-    },
-    true,
-  );
+  document.addEventListener("keydown", (event) => {
+    if (event.target.closest("input, select, textarea") || event.ctrlKey || event.altKey || event.metaKey) return;
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (event.key === " " && event.target !== button) play(timer === null);
+    else if (step) {
+      play(false);
+      show(current + step);
+    } else return;
+    event.preventDefault();
+  });
   button.addEventListener("click", () => play(timer === null));
   addEventListener("hashchange", () => show(addressed()));
   addEventListener("resize", () => show(current)); // a phone is turned: the lit lines stay in view
