@@ -127,16 +127,18 @@ class Recorder:
     name in the whole model and, by dimension, (first index, size of the whole): `("layers.3.up.weight", {0: (256,
     1024)})`; None is a whole parameter. Where a sharded optimizer keeps gradients elsewhere than in `param.grad`,
     `gradient(param)` returns this rank's summand, in the parameter's shape. `first_step` numbers a resumed run's.
+    `save_gradients` writes this rank's gradients themselves, too, as "whole" in each step's file.
     """
 
-    def __init__(self, model, optimizer, folder, *, steps: int = 3, first_step: int = 1, parts=None, gradient=None):
+    def __init__(self, model, optimizer, folder, *, steps: int = 3, first_step: int = 1, parts=None, gradient=None,
+                 save_gradients: bool = False):
         if steps < 1:
             raise ValueError(f"steps={steps} records nothing: use 1 or more")
         is_many = dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if is_many else (0, 1)
         self.optimizer, self.folder = optimizer, pathlib.Path(folder)
         self.next, self.last = first_step, first_step + steps - 1
-        self.gradient = gradient or (lambda param: param.grad)
+        self.gradient, self.save_gradients = gradient or (lambda param: param.grad), save_gradients
         self.modules = list(model) if isinstance(model, (list, tuple)) else [model]
         aliases = self.find_parameters(parts or (lambda name: None))
         self.forwards, self.seen, self.partial = 0, [], {}
@@ -229,6 +231,7 @@ class Recorder:
             "gradients": {name: self.sketch(name, gradient) for name, gradient in gradients.items()},
             "squares": {name: self.squares(name, gradient) for name, gradient in gradients.items()},
             "weights": {name: self.sketch(name, param) for name, param in self.params.items()},
+            "whole": self.save_gradients and {name: self.local(name, each) for name, each in gradients.items()},
             "partial": self.partial, "samples": self.seen if batch is None else digests(batch),
             "microbatches": self.forwards, "loss": number(loss), "norm": number(norm),
             "rates": [float(group["lr"]) for group in getattr(self.optimizer, "param_groups", ())],

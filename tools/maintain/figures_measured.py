@@ -114,21 +114,27 @@ def unlike(trace: pathlib.Path, picture: pathlib.Path) -> None:
 
 
 def muon(found: dict, picture: pathlib.Path) -> None:
-    """Losses over tokens and over seconds: see course_muon.compare()."""
-    figure, ((left, right),) = canvas(10, 3.7, 2, bare=False)
-    shades, names = {"adamw": "#ee7733", "muon": "#4477aa"}, {"adamw": "AdamW", "muon": "Muon"}
+    """The singular values of an update, and losses over tokens and over seconds: see course_muon.compare()."""
+    figure, ((left, middle, right),) = canvas(10, 3.7, 3, bare=False)
+    shades = {"adamw": "#ee7733", "muon": "#4477aa"}
+    for values, colour, label in zip(found["singular_values"], ("#999999", shades["muon"]), ("before", "after")):
+        left.semilogy(range(1, len(values) + 1), values, color=colour, linewidth=2.2, label=label)
+    left.set_title("singular values of an update", loc="left", fontsize=12, color=INK)
+    left.set_xlabel("number", fontsize=12)
     runs = [run for run in found["runs"] if found["best"][run["name"][0]] == run["name"][1]]
     for run in runs:
         kind, losses = run["name"][0], run["losses"]
         smooth = [statistics.mean(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]
-        label = names[kind] if run["name"][2] == runs[0]["name"][2] else None
-        for axes, unit in ((left, 1.024), (right, statistics.median(run["seconds"]))):
+        seconds = statistics.median(run["seconds"])
+        label = {"adamw": "AdamW", "muon": "Muon"}[kind] if run["name"][2] == runs[0]["name"][2] else None
+        for axes, unit in ((middle, 1.024), (right, seconds)):
             axes.plot([unit * (i + 1) for i in range(9, len(smooth))], smooth[9:], color=shades[kind], linewidth=1.6,
                       label=label)
-    for axes, label in ((left, "thousand tokens"), (right, "seconds")):
+    for axes, label in ((middle, "thousand tokens"), (right, "seconds of one core")):
         axes.set_title("loss, mean of ten steps", loc="left", fontsize=12, color=INK)
         axes.set_xlabel(label, fontsize=12)
-    left.legend(frameon=False, fontsize=11)
+    for axes in (left, middle):
+        axes.legend(frameon=False, fontsize=11)
     figure.savefig(picture)
 
 
