@@ -44,6 +44,7 @@
   });
   button.addEventListener("click", () => play(timer === null));
   addEventListener("hashchange", () => show(addressed()));
+  addEventListener("resize", () => show(current)); // a phone that is turned
   document.getElementById("keys").hidden = false;
   show(addressed());
 })();
