@@ -151,6 +151,7 @@ async function playTour(name) {
   await open(`${name}#scene-5`);
   steps.addressed = await seen();
   await page.setViewportSize({ width: 390, height: 800 });
+  await page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))));
   steps.phone = { ...(await seen()), width: await page.evaluate(() => document.documentElement.scrollWidth) };
   await page.setViewportSize(WIDE);
   await page.evaluate(() => document.querySelectorAll(".scene").forEach((scene) => (scene.dataset.seconds = 0.2)));
