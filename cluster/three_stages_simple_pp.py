@@ -4,54 +4,23 @@
     torchrun --nnodes 3 --node_rank N --nproc_per_node 1 --master_addr FIRST --master_port 29500 \
         cluster/three_stages_simple_pp.py --train_steps 20 --profile_batch 10
 
-Each process holds a stage: as many layers as make all stages take as long, by the speeds in cluster.json. One process
-runs the same training as a single stage, with the same losses.
+Each process holds a stage: as many layers as make all stages take as long, by speeds that are measured first. One
+process runs the same training as a single stage, with the same losses.
 """
 
 from ranks import course  # noqa: F401  before step 9's modules
 
-import os
-import sys
-
-WARNING = ("warning: --sudo_pass is ignored, nothing here needs it; never write a password on a command line. "
-           "The torchrun that started this still shows it to ps: change that password")
-
-
-def drop_password() -> None:
-    """Starts this process anew, under the same id, without --sudo_pass; returns where it is not there.
-
-    A command line is public: `ps` shows it, W&B uploads it, logs repeat it. Only a program that starts anew without the
-    flag has a process title without it.
-    """
-    words, kept = iter(sys.argv[1:]), []
-    for word in words:
-        if word == "--sudo_pass":
-            next(words, None)  # its value
-        elif not word.startswith("--sudo_pass="):
-            kept.append(word)
-    if kept == sys.argv[1:]:
-        return
-    if os.environ.get("RANK", "0") == "0":
-        print(WARNING, file=sys.stderr, flush=True)
-    script = sys.orig_argv[1:len(sys.orig_argv) - len(sys.argv[1:])]  # Python's own flags, and the script's path
-    os.execv(sys.executable, [sys.executable, *script, *kept])
-
-
-if __name__ == "__main__":
-    drop_password()  # before the command line is read, and before anything slow
-
 import argparse
-
-import torch
+import functools
 
 import train_distributed
-from models.causal import Model, make_model
+from models.causal import make_model
 from run.flags import add_flags, add_run_flags
 from run.generation import end_of_elastic_run
 from run.layout import BY_SPEED
 from run.start import add_checkpoint_flags
 from run.train import check_flags, run_training
-from utils import ArgumentParser, UserError, default_learning_rate, one_clear_error, positive_int
+from utils import ArgumentParser, UserError, one_clear_error, positive_int
 
 TOY = dict(vocab_size=1024, hidden_size=128, intermediate_size=352, num_hidden_layers=6, num_attention_heads=8,
            num_key_value_heads=4, head_dim=16, max_position_embeddings=2048, tie_word_embeddings=True)  # Qwen3
@@ -60,37 +29,18 @@ TOY = dict(vocab_size=1024, hidden_size=128, intermediate_size=352, num_hidden_l
 def parse_args() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--train_steps", type=positive_int, help="optimizer steps (default: one epoch of the data)")
-    parser.add_argument("--batch_size", type=positive_int, default=from_environment("BATCH_SIZE", 16),
-                        help="samples of a step (else $BATCH_SIZE, else 16)")
-    parser.add_argument("--microbatch_num", type=positive_int, default=from_environment("MICROBATCH_NUM", 4),
-                        help="micro-batches they are cut into (else $MICROBATCH_NUM, else 4)")
+    parser.add_argument("--batch_size", type=positive_int, default=16, help="samples of a step (16)")
+    parser.add_argument("--microbatch_num", type=positive_int, default=4, help="micro-batches they are cut into (4)")
     parser.add_argument("--model_name", help="a directory, or a Hub id (default: a toy Qwen3)")
     add_flags(parser)
-    add_run_flags(parser, profile_batch=from_environment("PROFILE_BATCH", 1, int))
+    add_run_flags(parser, profile_batch=1)
     add_checkpoint_flags(parser)
-    parser.add_argument("--sudo_pass", help=argparse.SUPPRESS)
     parser.set_defaults(run_name="three_stages", seq_len=64, packing="text", validation_split=None)
     args = parser.parse_args()
     if args.batch_size % args.microbatch_num:
         raise UserError(f"--batch_size {args.batch_size} is not a multiple of --microbatch_num {args.microbatch_num}: "
                         "micro-batches are all of one size, choose numbers that divide")
     return args
-
-
-def from_environment(name: str, default: int, kind=positive_int) -> int:
-    """The number in an environment variable, `default` where it is not set or empty. Raises UserError."""
-    text = os.environ.get(name, "").strip()
-    try:
-        return kind(text) if text else default
-    except (ValueError, argparse.ArgumentTypeError):
-        raise UserError(f"the environment variable {name}={text!r} is no number that --{name.lower()} takes: correct "
-                        "it, or unset it") from None
-
-
-def load_model(args, dtype: torch.dtype) -> Model:
-    """The model of --model_name, or a toy Qwen, which has random weights. Collective."""
-    made = make_model(args, dtype, {"model_type": "qwen3", **TOY})
-    return made._replace(learning_rate=default_learning_rate(made.model.config.hidden_size))
 
 
 def main():
@@ -100,7 +50,8 @@ def main():
            "max_steps": args.train_steps, "pipelines": BY_SPEED, "from_scratch": args.model_name is None}
     others = train_distributed.make_parser().parse_args([])
     check_flags(others)
-    run_training(argparse.Namespace(**{**vars(others), **vars(args), **own}), load_model)
+    run_training(argparse.Namespace(**{**vars(others), **vars(args), **own}),
+                 functools.partial(make_model, toy={"model_type": "qwen3", **TOY}))
 
 
 if __name__ == "__main__":

@@ -27,10 +27,7 @@ from run.local_steps import add_local_flags
 from run.samples import add_replan_flag
 from run.start import add_checkpoint_flags
 from run.train import check_flags, run_training
-from utils import ROOT, TINY_LLAMA, ArgumentParser, number, one_clear_error, positive_int
-
-threads = number(int, lambda value: 1 <= value <= 4096, "from 1 to 4096")
-
+from utils import ROOT, TINY_LLAMA, ArgumentParser, one_clear_error, positive_int
 
 def make_parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
@@ -45,7 +42,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--from_scratch", action="store_true", help="draw random weights, by --seed")
     add_lora_flags(parser)
     add_data_flags(parser)
-    parser.add_argument("--omp_num_threads", type=threads, help="threads a process (default: torch's choice)")
     add_flags(parser)
     add_run_flags(parser, profile_batch=0)
     add_checkpoint_flags(parser)

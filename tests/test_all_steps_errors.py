@@ -141,9 +141,9 @@ def test_no_flag_is_abbreviated():
     with modules_of(8):
         import utils
     parser = utils.ArgumentParser()
-    parser.add_argument("--sudo_pass")
-    with pytest.raises(utils.UserError, match="unrecognized arguments: --su"):
-        parser.parse_args(["--su", "x"])
+    parser.add_argument("--password")
+    with pytest.raises(utils.UserError, match="unrecognized arguments: --pa"):
+        parser.parse_args(["--pa", "x"])
 
 
 @pytest.mark.slow

@@ -49,9 +49,9 @@ def test_a_plan_within_memory(capsys):
 
 
 def test_nothing_fits():
-    with pytest.raises(ValueError, match="not enough memory: with micro-batches of 4 samples") as error:
+    with pytest.raises(ValueError, match="not enough memory for any plan: .* micro-batches of 4 samples") as error:
         choose(flags(batch_size=4), sizes=(1, 4), speeds=[1], memory=1e4)
-    assert "host0 0, of which 90% may be used: " in str(error.value) and "\n" not in str(error.value)
+    assert "machine 0 (host0) 0.009: 0.9 of what was free" in str(error.value) and "\n" not in str(error.value)
 
 
 MODEL = dict(kind="llama", vocab_size=512, hidden_size=64, num_hidden_layers=6, num_attention_heads=4,
@@ -86,7 +86,7 @@ def test_one_clear_line_where_nothing_fits(model):
     done, _ = run(model, "1e4,2e4", check=False)
     lines = [line for line in done.stderr.splitlines() if "not enough memory" in line]
     assert done.returncode and lines and "Traceback" not in done.stderr
-    assert "free are, in MB" in lines[0] and "or add machines" in lines[0]
+    assert "The machines may use, in MB" in lines[0] and "add a machine" in lines[0]
 
 
 def test_shares_of_a_checkpoint(monkeypatch):

@@ -84,8 +84,8 @@ def dataset(tmp_path, monkeypatch):
 
 
 def flags(path: str, **changes) -> argparse.Namespace:
-    return argparse.Namespace(**{**dict(dataset_name=path, seq_len=32, seed=1, packing="auto", validation_split=None,
-                                        data_from_rank0=False), **changes})
+    return argparse.Namespace(**{**dict(dataset_name=path, seq_len=32, seed=1, packing="auto", validation_split=None),
+                                 **changes})
 
 
 def ids_of(sample: torch.Tensor) -> list[int]:

@@ -97,16 +97,6 @@ def test_a_run_that_is_not_elastic_has_torchrun():
     assert "LAUNCH_CLUSTER_HOME" in host_run.environment({**JOB, "is_home": True})
 
 
-def test_a_script_is_looked_for_in_cluster_too(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "cluster").mkdir()
-    for name in ("cluster/train.py", "cluster/both.py", "both.py"):
-        (tmp_path / name).touch()
-    for given, found in {"train.py": "cluster/train.py", "both.py": "both.py", "./train.py": "./train.py",
-                         "none.py": "none.py", "cluster/train.py": "cluster/train.py"}.items():
-        assert host_run.find_script([given, "--x"]) == [found, "--x"]
-
-
 def test_hosts_come_and_go(tools, tmp_path):
     """a, which is like any other, is lost and comes back; c is new in hosts.txt, first without a Python; what makes no
     sense is left out; no more than MAX run at once; and all are lost at the same time."""

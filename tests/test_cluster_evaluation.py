@@ -63,7 +63,7 @@ def runs(folder, selected):
 
 def load(folder, words: str):
     """The data that all topologies read, in steps of SAMPLES samples. A row of text has targets only."""
-    args = argparse.Namespace(seq_len=24, seed=42, packing="auto", validation_split=0.25, data_from_rank0=False,
+    args = argparse.Namespace(seq_len=24, seed=42, packing="auto", validation_split=0.25,
                               dataset_name=str(folder / f"{words}.jsonl"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoded, "CACHE", str(folder / "cache"))

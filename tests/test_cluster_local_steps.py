@@ -1,14 +1,12 @@
 """Local steps of train_distributed.py: DiLoCo's algorithm 1, written out here replica by replica, to 1e-11."""
 
 import argparse
-import json
 import operator
 import re
 
 import pytest
 import torch
 from checkpoint_runs import SCRIPT, flags_of, newest, write_corpus, write_model
-from clusters import MEASURED
 from huggingface import their_name
 from launch import fork, metrics, modules_of, start_fork
 from safetensors.torch import load_file
@@ -150,14 +148,14 @@ torch.optim.AdamW.step = step
 
 def test_rounds_by_speed_with_everything_around_them(folder):
     """Evaluation, adapters, samples of text, int8: they are the one loop's. A faster machine takes more steps."""
-    (folder / "cluster.json").write_text(json.dumps(MEASURED))
     flags = ["--dataset_name", folder / "corpus", "--seq_len", 8, "--device", "cpu", "--dtype", "float64",
              "--batch_size", 1, "--gradient_accumulation", 1, "--epochs", 2, "--max_steps_per_epoch", 6, "--local_steps", 3,
-             "--cluster_json", folder / "cluster.json", "--recompute", "--gradient_wire_dtype", "int8",
+             "--recompute", "--gradient_wire_dtype", "int8",
              "--validation_split", 0.2, "--eval_every", 6, "--sample_every", 12, "--log_dir", folder / "runs",
              "--checkpoint_dir", folder / "checkpoints", "--run_name", "speed"]
     printed = fork(9, 3, *flags, script=SCRIPT).stdout
-    assert "local steps of a round: 4, 1, 4\n" in printed and "sample after step 4" in printed
+    steps = re.search(r"local steps of a round: (\d), (\d), (\d)\n", printed)
+    assert sum(map(int, steps.groups())) == 9 and "sample after step 4" in printed
     rows = metrics(folder / "runs", "speed")
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows[-1]["trained_tokens"] == 12 * 3 * 8
     assert len(re.findall(r"^evaluation after step [024]:", printed, re.MULTILINE)) == 3
@@ -166,7 +164,7 @@ def test_rounds_by_speed_with_everything_around_them(folder):
 
 def test_local_steps_move_to_faster_machines(world_of_one, folder, run_code):
     """They are dealt for machines of which the second is slow; then all are equally fast."""
-    measured = "\nfrom run import speeds\nspeeds.MEASURED['seconds'] = [1.0, 3.0, 1.5][int(os.environ['RANK'])]"
+    measured = "\nfrom run import speeds\nspeeds.MEASURED.append([1.0, 3.0, 1.5][int(os.environ['RANK'])])"
     words = flags_of(folder, "moved steps", folder / "model", max_steps=6 * STEPS, save_every=2 * STEPS, lr_decay="none",
                      learning_rate=RATE, warmup_steps=WARMUP * STEPS, local_steps=STEPS, gradient_accumulation=1)
     printed = run_code("cluster", 3, MADE_UP + measured, *words[1:], *OUTER, then=SCRIPT.name,
@@ -182,7 +180,7 @@ LOSE_A_REPLICA = """
 import itertools, os
 from ranks.lost import MembershipChanged
 from run import local_steps, speeds
-speeds.MEASURED["seconds"] = [1.0, 3.0, 1.5][int(os.environ["RANK"])]
+speeds.MEASURED.append([1.0, 3.0, 1.5][int(os.environ["RANK"])])
 local_steps.is_elastic = lambda: True
 make_round, rounds = local_steps.LocalPlugin.execute_pipeline, itertools.count(1)
 

@@ -1,14 +1,12 @@
 """train_distributed.py --plan: in the plan's order of machines it trains what one process trains; bad plans."""
 
-import argparse
 import json
 import re
 import socket
 
 import pytest
-import torch
 
-from clusters import MEASURED, with_odd_values
+from clusters import with_odd_values
 from launch import ROOT, fork, losses, modules_of, start_fork
 
 with modules_of(9):
@@ -105,25 +103,3 @@ def test_the_same_hosts_in_another_order():
 ])
 def test_what_hosts_are_called(here, known, names):
     assert host_names(here, known) == names
-
-
-def test_speeds_of_those_that_are_left(tmp_path, monkeypatch):
-    """A lost host must not end an elastic run for want of its speed; a run that is not elastic is told."""
-    from run import speeds
-
-    cluster = {**MEASURED, "hosts": ["host0", "host1", "host2"]}
-    (tmp_path / "cluster.json").write_text(json.dumps(cluster))
-    args = argparse.Namespace(equal_shares=False, cluster_json=str(tmp_path / "cluster.json"), recompute=False)
-    monkeypatch.setattr(speeds, "from_home", lambda make: make())
-
-    def measured(*hosts):
-        monkeypatch.setattr(speeds, "machines", lambda: [(host, "") for host in hosts])
-        found = speeds.measured_speeds(args, 1, torch.float64)
-        return found and found.seconds_of_whole()
-
-    everyone = measured("host0", "host1", "host2")
-    with pytest.raises(ValueError, match="was measured with hosts"):
-        measured("host2", "host1")
-    monkeypatch.setattr(speeds, "is_elastic", lambda: True)
-    assert measured("host2", "host1") == [everyone[2], everyone[1]] and everyone[1] != everyone[2]
-    assert measured("host2", "host3") is None

@@ -164,7 +164,7 @@ def run_plan(monkeypatch, *flags) -> None:
 
 def test_the_command(tmp_path, monkeypatch, capsys):
     data, out = made_up_cluster([4, 2, 1], bandwidth=1e9), tmp_path / "plan.json"
-    data["flags"] = {"num_hidden_layers": 8, "num_attention_heads": 8, "device": "cpu", "omp_num_threads": 1}
+    data["flags"] = {"num_hidden_layers": 8, "num_attention_heads": 8, "device": "cpu"}
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps(data))
     run_plan(monkeypatch, path, "--global_batch", 28, "--out", out, "--top", 2)
@@ -180,8 +180,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert written["wire_dtype"] is None and written["model"] == data["model"]
     printed = capsys.readouterr().out
     assert f"plan: {out}" in printed and f"train_distributed.py --plan {out} --model_name toy" in printed
-    assert "2 on host2" in printed
-    measured_with = "--num_hidden_layers 8 --num_attention_heads 8 --device cpu --omp_num_threads 1"
+    assert "in the order host0, host1, host2: cluster/launch_cluster.sh hosts.txt -- " in printed
+    measured_with = "--num_hidden_layers 8 --num_attention_heads 8 --device cpu"
     assert f"--seq_len 16 --dtype float32 {measured_with}" in printed
     for flags, message in (
         ([], "say what to do"),

@@ -7,7 +7,7 @@ from launch import ROOT
 
 CLUSTER = ROOT / "cluster"
 FLOORS = [["hosts"], ["ranks"], ["models"], ["checkpoints", "data", "membership"], ["planning"], ["run"], ["inference"],
-          ["engines"], [""]]  # from the lowest to the highest, which is cluster/ itself
+          [""]]  # from the lowest to the highest, which is cluster/ itself
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = [path for room in FLOOR_OF for path in sorted((CLUSTER / room).glob("*.py"))]
 

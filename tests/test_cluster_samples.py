@@ -161,7 +161,7 @@ def test_elastic_shares_of_told_micro_batches(monkeypatch):
     """On as many machines as numbers they are taken as they are; on others, the same samples are dealt."""
     monkeypatch.setattr(speeds, "is_elastic", lambda: True)
     monkeypatch.setattr(speeds.dist, "get_world_size", lambda: 3)
-    args = argparse.Namespace(batch_size=4, equal_shares=True, local_steps=None, gradient_accumulation=8)
+    args = argparse.Namespace(batch_size=4, equal_shares=True, local_steps=None, gradient_accumulation=8, tp_size=1)
     shares = {(count, total): speeds.choose_shares(args, MADE, count, [4, 1], total, None, None)
               for count, total in ((2, None), (2, 20), (2, 18), (3, None), (3, 20))}
     assert shares == {(2, None): [16, 4], (2, 20): [16, 4], (2, 18): [9, 9], (3, None): [7, 7, 6], (3, 20): [7, 7, 6]}

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import re
 import shutil
 import socket
@@ -18,7 +17,7 @@ from processes import eventually
 with modules_of(9):
     import generate
     from hosts.host_facts import ASKS
-    from inference import make_stage
+    from inference import make_stage, stages
 
 SCRIPT, CPU = ROOT / "cluster" / "generate.py", ["--device", "cpu"]
 PROMPTS = ["The state of the union is", "We", "It was the best of times, it was the worst of times;", "And", "Why not"]
@@ -148,27 +147,6 @@ def test_a_run_on_disks_of_their_own(folder, tmp_path):
     assert texts(done) == in_one_process(path) != in_one_process(folder / "llama")
 
 
-def write_plan(folder, **changes):
-    pipelines = [{"machines": [2], "layers": [6], "num_microbatches": 1},
-                 {"machines": [1, 0], "layers": [2, 4], "num_microbatches": 1, **changes}]
-    plan = {"schedule": "1f1b", "pipelines": pipelines, "micro_batch_size": 1, "seq_len": 16, "dtype": "bfloat16",
-            "hosts": [socket.gethostname()] * 3, "model": {"num_hidden_layers": 6, "hidden_size": 32},
-            "lora_rank": 4, "base_bits": 4}  # of a training
-    path = folder / f"plan{len(changes)}.json"
-    path.write_text(json.dumps(plan))
-    return path
-
-
-def test_a_plan_of_two_pipelines(folder):
-    """The one with the host on which one types writes, in the plan's order; the others wait for its end."""
-    path, host = model_of(folder, "llama"), socket.gethostname()
-    done = write(3, "--checkpoint", path, "--plan", write_plan(folder), *prompts(), "--max_new_tokens", NEW)
-    assert texts(done) == in_one_process(path)
-    assert f"of the plan's 2 pipelines, that over {host}, {host} writes; the other machines are idle" in done.stdout
-    done = write(3, "--checkpoint", path, "--plan", write_plan(folder, tp_size=2, layers=[6]), *prompts(), check=False)
-    assert done.returncode == 2 and "each once, with its layers" in done.stderr
-
-
 def test_layers_by_memory(monkeypatch):
     """The embedding and the head, of which each is worth four layers, count on the first and the last rank."""
     monkeypatch.setattr(make_stage, "parts_of", lambda model: (400, 100, 400, 12))
@@ -180,9 +158,7 @@ def test_layers_by_memory(monkeypatch):
 
 def test_flags_that_do_not_go_together(monkeypatch):
     for ranks, words, message in (
-            (1, ["--prompt", "We", "--pipelines", "6"], "divide the model among several processes"),
-            (2, ["--prompt", "We", "--pipelines", "3,3", "--plan", "plan.json"], "leave out --pipelines"),
-            (2, ["--adapter", "a", "--merge_adapter", "out"], "--merge_adapter needs the whole model in one process"),
+            (1, ["--prompt", "We", "--pipelines", "6"], "divides the model among several processes"),
             (1, ["--prompt", "We\n"], "has characters that can't be printed"), (1, ["--prompt", "We"], "name a model"),
             (1, ["--adapter", "a"], "write a --prompt, or use --chat")):
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
@@ -214,15 +190,16 @@ def test_a_chat_remembers_its_turns_as_far_as_there_is_room(monkeypatch, tmp_pat
     tokenizer.save_pretrained(tmp_path)
     LlamaForCausalLM(LlamaConfig(vocab_size=1024, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                                  num_attention_heads=2, max_position_embeddings=100)).save_pretrained(tmp_path)
-    asked, said, write = [], [], LlamaForCausalLM.generate
+    asked, said, write = [], [], stages.Writer.write
 
-    def listen(model, input_ids, **settings):
-        out = write(model, input_ids, **settings)
-        asked.append(tokenizer.decode(input_ids[0]))
-        said.append(tokenizer.decode(out[0, input_ids.shape[1]:], skip_special_tokens=True))
-        return out
+    def listen(writer, prompts, count, show):
+        write(writer, prompts, count, show)
+        for prompt, ids in zip(prompts, writer.sequences):
+            asked.append(tokenizer.decode(prompt))
+            said.append(tokenizer.decode(ids[len(prompt):], skip_special_tokens=True))
 
-    monkeypatch.setattr(LlamaForCausalLM, "generate", listen)
+    monkeypatch.setattr(stages.Writer, "write", listen)
+    monkeypatch.setitem(sys.modules, "inference.make_stage", make_stage)  # where a Facts is unpickled
     monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(tmp_path), "--chat", "--device", "cpu",
                                       "--max_new_tokens", "8"])
     lines = [f"Question {i}" + " word" * 99 * (i == 2) for i in range(10)]

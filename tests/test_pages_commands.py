@@ -30,7 +30,7 @@ NEEDS = {  # what a command asks for that a test has not -> how it shows
     "several machines": r"FIRST_MACHINE|hosts\.txt|sbatch|torchrun \.\.\.|testbed",
     "the Hugging Face Hub": r"TinyLlama/|Qwen/",
     "a virtual environment of its own": r"pip install",
-    "another launcher": r"\b(mpirun|torchx|ray|kubectl|docker|sky) |launch_on_ray",
+    "another launcher": r"\b(mpirun|torchx|ray|kubectl|docker|sky) |on_ray",
     "a second terminal": r"py-spy|break_it\.py (hang|deadlock)\n",
     "an editor": r"\bMY_|NAME\b|change\.diff",
 }

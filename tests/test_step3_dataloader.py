@@ -184,6 +184,13 @@ def test_a_byte_order_mark_is_no_token(tmp_path):
     assert list(dataloader.read_corpus(str(tmp_path))) == ["Text", ""]
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.jsonl.gz"])
+def test_a_git_lfs_pointer_is_no_text(tmp_path, name):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ValueError, match=rf"{name} is a Git LFS pointer, .*: git lfs pull"):
+        dataloader.encode_to_file(str(tmp_path), str(TINY), 9, str(tmp_path / "cache"))
+
+
 def test_the_cache_of_a_hub_id_is_found_from_any_folder(tmp_path, monkeypatch):
     """Its key is the id, not a path below the working directory."""
     monkeypatch.setattr(dataloader, "require_reachable_hub", lambda *_: None)

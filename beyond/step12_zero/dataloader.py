@@ -119,6 +119,9 @@ def encode_to_file(dataset_name: str, model_name: str, num_tokens: int, cache_di
         return encoded
     if not os.path.exists(path):
         require_reachable_hub(dataset_name, "--dataset_name")
+    for file in filter(kind_of, files_at(path)):
+        if open(file, "rb").read(40).startswith(b"version https://git-lfs"):
+            raise UserError(f"{file} is a Git LFS pointer, not the file itself: git lfs pull brings that")
     tokenizer, count = load_tokenizer(model_name), 0
     try:
         os.makedirs(cache_dir, exist_ok=True)

@@ -59,14 +59,14 @@ class Checkpointer:
     """Writes checkpoints of one run into `folder`. All ranks make one together, and call save() for the same steps.
 
     `model`, `optimizer`: what plugin.configure returned. `describe(step)`: what state.json says besides. `small`: the
-    content of config.json and the tokenizer's files, by name. `copies`: on so many disks a file is kept.
+    content of config.json and the tokenizer's files, by name.
     """
 
     def __init__(self, folder: str, disks: Disks, model, optimizer: torch.optim.Optimizer, scheduler,
-                 describe: Callable, small: dict[str, bytes], keep: int = 2, copies: int = 2):
+                 describe: Callable, small: dict[str, bytes], keep: int = 2):
         self.folder, self.disks, self.stage = folder, disks, model.module
         self.optimizer, self.scheduler = optimizer, scheduler
-        self.describe, self.small, self.keep, self.copies = describe, small, keep, min(copies, len(disks.all))
+        self.describe, self.small, self.keep = describe, small, keep
         grid = self.grid = pgm.process_group_manager
         rows = [row for block in grid.ranks for row in block.tolist()]
         self.tp_group = None
@@ -104,22 +104,21 @@ class Checkpointer:
             torch.cuda.synchronize()
         return copied
 
-    def save(self, step: int, waits: bool = False, is_last: bool = False) -> None:
+    def save(self, step: int, waits: bool = False) -> None:
         """Begins to write the state after `step`; with `waits` it is written on return, and no copy is needed.
 
-        Where the checkpoint before is still being written, it waits for that first. `is_last`: it waits, and the host
-        on which the run was started gets all files. Collective.
+        Where the checkpoint before is still being written, it waits for that first. Collective.
         """
         start = time.perf_counter()
         self.wait()
         if step == self.written:
             return
         state, shards = copy.deepcopy(self.state(step)), None
-        waits = waits or is_last or any(self.disks.gather(self.grid.dp_rank == 0 and self.lacks_memory()))
+        waits = waits or any(self.disks.gather(self.grid.dp_rank == 0 and self.lacks_memory()))
         if self.grid.dp_rank == 0:
             shards = shards_of(self.stage, self.optimizer) if waits else self.copy_to_host()
         stall = None if waits else time.perf_counter() - start
-        self.thread = threading.Thread(target=self.write, args=[step, state, shards, is_last, stall], name=WRITER)
+        self.thread = threading.Thread(target=self.write, args=[step, state, shards, stall], name=WRITER)
         self.thread.start()
         if waits:
             self.wait()
@@ -142,7 +141,7 @@ class Checkpointer:
         while self.messages:
             print(self.messages.pop(0), flush=True)
 
-    def write(self, step: int, state: dict, shards: list[Shard] | None, is_last: bool, stall: float | None) -> None:
+    def write(self, step: int, state: dict, shards: list[Shard] | None, stall: float | None) -> None:
         """The thread: all files, and then the name. An error of a disk leaves the older checkpoints as they are.
 
         `stall`: seconds for which the training stood still; None if it does until this ends.
@@ -154,7 +153,7 @@ class Checkpointer:
                 if shards is not None:
                     part = self.write_part(unfinished, shards)
             parts = {rank: part for rank, part in enumerate(self.disks.gather(part)) if part}
-            self.complete(unfinished, state, parts, is_last)
+            self.complete(unfinished, state, parts)
             self.written = step
             size, seconds = sum(facts["bytes"] for facts in state["files"].values()), time.perf_counter() - start
             self.say(f"checkpoint: {os.path.join(self.folder, name)} ({size / 1e6:.1f} MB in {seconds:.2f} s, for "
@@ -195,7 +194,7 @@ class Checkpointer:
                 part["parameters"] = {shard.name: name for shard in own}
         return {**part, "files": {name: file.close() for name, file in files.items()}} if files else None
 
-    def complete(self, folder: str, state: dict, parts: dict[int, dict], is_last: bool) -> None:
+    def complete(self, folder: str, state: dict, parts: dict[int, dict]) -> None:
         """Copies between disks, the small files, state.json, the name, `latest`. Collective. Raises UserError."""
         disks, merged, copies, final = self.disks, merge([*parts.values()]), [], folder.removesuffix(".unfinished")
         has_adapters = ADAPTER_CONFIG in self.small  # they are small, and at home they are written as one file as well
@@ -203,8 +202,7 @@ class Checkpointer:
         for rank, part in parts.items():
             number, own = next((i, disk) for i, disk in enumerate(disks.all) if rank in disk.ranks)
             others = disks.all[number + 1 :] + disks.all[:number]
-            count = max(self.copies - 1, (is_last or has_adapters) and own != disks.home)
-            to = sorted(others, key=lambda disk: disk != disks.home)[:count]
+            to = sorted(others, key=lambda disk: disk != disks.home)[:1]  # a second copy, at home if it is elsewhere
             copies += [(name, own.leader, disk.leader) for name in part["files"] for disk in to]
         disks.copy(folder, copies)
         with disks.together():

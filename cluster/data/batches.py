@@ -43,9 +43,6 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
                              "the last)")
     parser.add_argument("--eval_batches", type=positive_int, metavar="N",
                         help="evaluate on the first N micro-batches of the validation split (default: on all)")
-    parser.add_argument("--data_from_rank0", action="store_true",
-                        help="only the machine on which the run is started has the data; the others get the tokens "
-                             "from it")
 
 
 def check_data_flags(args) -> None:

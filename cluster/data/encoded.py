@@ -7,9 +7,7 @@ whose first row is a header and whose other rows are:
 
 A token that is no target is stored as -1 - id, as in rows.py. Token 0 never is one, because none before it predicts it.
 
-A later run with the same data, tokenizer and lengths finds the file. With --data_from_rank0 only the machine on which
-the run was started makes it, and sends it to those that share no disk with it; these need neither the data nor the
-tokenizer.
+A later run with the same data, tokenizer and lengths finds the file.
 
 All machines have to read the same: the first stage of a pipeline takes its inputs from its own file, and the last one
 its targets. So the digests of the files are compared, and a checkpoint records that of what it was trained on.
@@ -19,7 +17,7 @@ import hashlib
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -29,9 +27,8 @@ from torch.utils.data import Dataset
 from data.rows import encode_rows, find_source, first_kind, texts
 from dataloader import TokenSamples, encode, files_at, load_tokenizer
 from ranks.collectives import gather
-from ranks.disks import Disks
 from ranks.files import CHUNK
-from ranks.placement import home_rank, once_per_machine
+from ranks.placement import once_per_machine
 from stage_weights import require_content
 from utils import ROOT, UserError
 
@@ -66,8 +63,8 @@ def load_samples(args, tokenizer: str, vocab_size: int, num_samples: int | None 
     UserError, on every rank, for data that can't be read or encoded, that differ between machines, that have not one
     sample, or whose tokenizer is not the model's. `samples.read` says what was read, for a checkpoint's state.json.
     """
-    make = lambda: encode_data(args.dataset_name, tokenizer, args.seq_len, num_samples or ALL, packing)  # noqa: E731
-    path = (from_homes_disk if getattr(args, "data_from_rank0", False) else once_per_machine)(make)
+    path = once_per_machine(lambda: encode_data(args.dataset_name, tokenizer, args.seq_len, num_samples or ALL,
+                                                packing))
     numbers = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
     digest = common_digest(args, path)
     if path.endswith(".rows"):
@@ -101,11 +98,9 @@ def common_digest(args, path: str) -> str:
     digest = once_per_machine(lambda: digest_of(path))  # other machines wait as long as it takes
     everyone = gather((digest, socket.gethostname()))
     if unlike := [f"{host} (rank {rank})" for rank, (other, host) in enumerate(everyone) if other != everyone[0][0]]:
-        remedy = "copy the data and the tokenizer of rank 0 to all machines"
-        if hasattr(args, "data_from_rank0"):
-            remedy = f"remove {CACHE} there" if args.data_from_rank0 else f"{remedy}, or add --data_from_rank0"
         raise UserError(f"--dataset_name {args.dataset_name!r}, once encoded, is not the same on all machines: "
-                        f"{', '.join(unlike)} would read other tokens than {everyone[0][1]} (rank 0): {remedy}")
+                        f"{', '.join(unlike)} would read other tokens than {everyone[0][1]} (rank 0): copy the data "
+                        "and the tokenizer of rank 0 to all machines")
     return digest
 
 
@@ -217,20 +212,3 @@ def write(path: str, parts: Iterator[np.ndarray], header: list[int] | None = Non
             file.seek(0)
             file.write(np.array(header or (), np.int32).tobytes())
         os.replace(unfinished, path)
-
-
-def from_homes_disk(make: Callable[[], str]) -> str:
-    """The path, in each rank's own cache, of the file that make() wrote on home_rank(). Collective.
-
-    The ranks of a machine share its cache. A machine that has the file from an earlier run is sent nothing.
-    Raises UserError, on every rank, for what make() raises, and where a disk does not take the file.
-    """
-    home = home_rank()
-    path = once_per_machine(lambda: make() if dist.get_rank() == home else None)  # others wait as long as it takes
-    disks = Disks(CACHE, "the encoded data can't be written: {}: make room there", needs_room=False)
-    name, size = disks.gather((path and os.path.basename(path), path and os.path.getsize(path)))[home]
-    path = os.path.join(CACHE, name)
-    has_file = disks.gather(os.path.exists(path) and os.path.getsize(path) == size)
-    copies = [(name, disks.home.leader, disk.leader) for disk in disks.all if not has_file[disk.leader]]
-    disks.copy(CACHE, copies, f"the encoded data can't be written: {{}}: free {size / 1e6:.0f} MB there")
-    return path

@@ -12,11 +12,10 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import host_facts
-from host_facts import print_rows
+from host_facts import MARK, print_rows
 from inventory import Host, peer
 
 MAX_SKEW = 1.0  # seconds
@@ -28,8 +27,8 @@ INSTALL = "launch_cluster.sh HOSTS --install"
 class Contact:
     """The ssh connection to one host, and what is known about the host. `words`: that start the far end."""
 
-    def __init__(self, host: Host, words: list[str], mark: str = host_facts.MARK):
-        self.host, self.mark = host, mark
+    def __init__(self, host: Host, words: list[str]):
+        self.host = host
         self.report, self.offset = None, 0.0  # offset: of its clock to this machine's, in seconds
         self.cells, self.problems = {"host": host.label}, []  # as in host_facts.Report
         self.unreachable_from = []
@@ -38,29 +37,21 @@ class Contact:
         self.process = subprocess.Popen(words, start_new_session=True, text=True, errors="replace", stderr=self.said,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    def answers(self, question) -> Iterator[dict]:
-        """What the far end answers, until ssh ends."""
-        with contextlib.suppress(OSError):
-            self.process.stdin.write(json.dumps(question) + "\n")
-            self.process.stdin.flush()
-            for line in self.process.stdout:
-                if line.startswith(self.mark):
-                    yield json.loads(line.removeprefix(self.mark))
-
-    def last_words(self) -> tuple[int, str]:
-        """The exit code of ssh, when it has ended, and its standard error."""
-        code = self.process.wait()
-        self.said.seek(0)
-        return code, self.said.read().strip()
-
     def ask(self, seconds: float, question) -> dict | None:
         """The answer; None where there is none within `seconds`: the reason is then among the problems."""
         watchdog = threading.Timer(seconds, self.process.kill)
         watchdog.start()
-        answer = next(self.answers(question), None)
+        answer = None
+        with contextlib.suppress(OSError):  # ssh has ended
+            self.process.stdin.write(json.dumps(question) + "\n")
+            self.process.stdin.flush()
+            line = next((line for line in self.process.stdout if line.startswith(MARK)), None)
+            answer = line and json.loads(line.removeprefix(MARK))
         watchdog.cancel()
         if answer is None:
-            code, said = self.last_words()
+            code = self.process.wait()
+            self.said.seek(0)
+            said = self.said.read().strip()
             name, cure = self.host.explain(code, said) or (
                 "no answer", f"see what it is busy with, and whether {self.host.python} starts there")
             self.fail("ssh", name, f"exit code {code}: {said.rpartition(chr(10))[2]}" if code > 0 else
@@ -103,12 +94,12 @@ class Contact:
             here, there = (it.cells.get(name, "none").split("+")[0] for it in (self, first))  # 2.13.0 of 2.13.0+cpu
             if here != there and (name == "Python" or "none" not in (self.cells["torch"], first.cells["torch"])):
                 self.fail(name, f"other {name} version", f"{here}, but {label} has {there}",
-                          f"{INSTALL}; for Python and CUDA first another python=, or --device cpu for the script")
+                          f"{INSTALL}; for Python and CUDA another python=, or --device cpu for the script")
         here, there = self.cells["project"], first.cells["project"]
         if here != there and "none" not in (here, there):
             self.fail("project", "other project version",
                       f"hash {here} of {' and '.join(host_facts.PROJECT)}, but {label} has {there}",
-                      f"{INSTALL}, where the right one is")
+                      INSTALL)
         self.cells["clock"] = f"{skew:+.2f} s"
         if abs(skew) > MAX_SKEW:
             self.fail("clock", "clock skew", f"{skew:+.1f} s from {label}", "on both: sudo timedatectl set-ntp true")

@@ -39,14 +39,6 @@ BEGUN = re.compile(r"^[0-9]+ process(es)? with OMP_NUM_THREADS=|^the last lines 
 MARK = "LAUNCH_CLUSTER_PART"  # the variable that tells which host's part of which run a process belongs to
 
 
-def find_script(words: list[str]) -> list[str]:
-    """The script and its arguments. A script that is not in the root of the repository is looked for in cluster/."""
-    in_cluster = os.path.join("cluster", words[0])
-    if "/" not in words[0] and not os.path.exists(words[0]) and os.path.isfile(in_cluster):
-        return [in_cluster, *words[1:]]
-    return words
-
-
 def command(job: dict) -> list[str]:
     """torchrun's command line for this host."""
     return [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(job["nnodes"]),
@@ -164,7 +156,6 @@ def watch(child, has_launcher: bool = True) -> int:
 
 def run(job: dict) -> int:
     """Runs the processes of this host until they have ended, or have to. The exit code."""
-    job["command"] = find_script(job["command"])
     try:
         find_interface(job)
     except OSError as error:

@@ -1,6 +1,5 @@
 """A rank's stage of a model that is divided over all ranks, with its weights, and beside them its adapters, if any."""
 
-import argparse
 import contextlib
 import copy
 import operator
@@ -20,15 +19,13 @@ from models.published import published_weights
 from pipeline_parallel import connect_neighbours
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate
-from planning.machines import CLUSTER_JSON
-from planning.plan_file import machines_of, plan_of_file, require_same_model
 from planning.shares import shares_by_speed
 from ranks.collectives import gather, say
 from ranks.files import read_json
 from ranks.join import print_banner
 from ranks.lost import FOREVER
 from ranks.memory import free_memory
-from ranks.placement import from_home, home_rank, host_names, is_home, machines, renumber_ranks
+from ranks.placement import from_home, home_rank, host_names, is_home, machines
 from run_common import local_directory
 from stage_weights import look_into
 from utils import UserError
@@ -46,24 +43,23 @@ class Facts(NamedTuple):
 
 def make_stage(args, device: torch.device) -> tuple[PipelineStage, object]:
     """This rank's stage, and on home_rank() the tokenizer, else None. Collective. Raises UserError, on all ranks."""
-    plan = take_plan(args) if args.plan else None
-    found, disks = find_checkpoint_of_run(args)
+    is_alone = dist.get_world_size() == 1  # then the files are where it looks for them, and nothing but text is printed
+    found, disks = (None, None) if is_alone else find_checkpoint_of_run(args)
     facts = from_home(lambda: read_facts(args, found and found.path))
     with pgm.together():
         tokenizer = read_tokenizer(facts.tokenizer) if is_home() else None
     model = make_model(facts, args.dtype)
-    if plan:
-        require_same_model(plan, facts.config, plan["dtype"], argparse.Namespace(**{  # which do not matter here
-            name: plan.get(name) for name in ("seq_len", "lora_rank", "base_bits")}))
-    print_banner(device, model.dtype)
+    if not is_alone:
+        print_banner(device, model.dtype)
     free = gather(free_memory(device))
-    layers = plan["pipelines"][0]["layers"] if plan else args.pipelines or layers_by_memory(model, free)
-    template = PipelineTemplate.from_layers_per_stage(model, layers)
-    pgm.setup_process_group_manager([template.num_stages], 1)
+    template = PipelineTemplate.from_layers_per_stage(model, args.pipelines or layers_by_memory(model, free))
+    grid = pgm.process_group_manager = pgm.ProcessGroupManager([template.num_stages], 1)
+    if not is_alone:
+        say(grid.describe())
     connect_neighbours()
     require_memory(model, template, free)
     adapters = facts.adapter and share_adapters(model, template, *facts.adapter)
-    stage = PipelineStage(model, template, pgm.process_group_manager.pp_rank)
+    stage = PipelineStage(model, template, grid.pp_rank)
     with pgm.together():
         if found:
             Loader(found, disks, device).weights(stage)
@@ -73,20 +69,6 @@ def make_stage(args, device: torch.device) -> tuple[PipelineStage, object]:
             add_adapters(stage, facts.adapter[1], adapters, device)
     stage.model.to(device).eval()
     return stage, tokenizer
-
-
-def take_plan(args) -> dict:
-    """The plan of --plan with one pipeline only, that of home_rank(), whose ranks go on. The others wait for the end,
-    and exit. Collective. Raises UserError, on all ranks."""
-    plan = plan_of_file(args.plan, CLUSTER_JSON)
-    pipelines, home = plan["pipelines"], home_rank()
-    own = next((pipeline for pipeline in pipelines if home in pipeline["machines"]), pipelines[0])
-    if len(pipelines) > 1:
-        hosts = ", ".join(plan["hosts"][machine] for machine in own["machines"])
-        say(f"of the plan's {len(pipelines)} pipelines, that over {hosts} writes; the other machines are idle")
-    plan = {**plan, "pipelines": [own]}
-    renumber_ranks(machines_of(plan))
-    return plan
 
 
 def read_facts(args, whole: str | None) -> Facts:
@@ -100,8 +82,7 @@ def read_facts(args, whole: str | None) -> Facts:
             generation_config = GenerationConfig.from_pretrained(base)
     if generation_config and (generation_config.num_beams or 1) > 1:
         raise UserError(f"{base}/generation_config.json asks for a beam search (num_beams "
-                        f"{generation_config.num_beams}), which works in one process only: start generate.py without "
-                        "torchrun, or set it to 1")
+                        f"{generation_config.num_beams}), which generate.py does not make: set it to 1")
     config.output_router_logits = False  # for the loss of a mixture of experts' router
     return Facts(base, tokenizer, config, generation_config,
                  adapter and (adapter, read_json(os.path.join(adapter, ADAPTER_CONFIG), dict)))
@@ -156,8 +137,8 @@ def share_adapters(model: torch.nn.Module, template: PipelineTemplate, folder: s
     with pgm.together():
         if is_home():
             if config.get("peft_type") != "LORA" or config.get("modules_to_save"):
-                raise UserError(f"{folder} is no plain LoRA adapter, and no other is divided over ranks: add it to the "
-                                "weights with --merge_adapter first, on one machine")
+                raise UserError(f"{folder} is no plain LoRA adapter: add it to the weights first, by peft's "
+                                "merge_and_unload()")
             path = os.path.join(folder, ADAPTER)
             tensors = look_into(path, lambda file: {name.removeprefix("base_model.model."): file.get_tensor(name)
                                                     for name in file.keys()})

@@ -3,7 +3,7 @@
     y = W x + alpha / r * B A x        W (out, in) is frozen; A (r, in) is random and B (out, r) zero at first
 
 The layers are those of the library peft. A stage gets its frozen weights, and then the adapters of its own layers, so
-that no rank needs the whole model. The frozen weights and the activations are in bfloat16 where all devices have it.
+that no rank needs the whole model. The frozen weights and the activations are of --dtype.
 The adapters, their gradients and the optimizer's state are in float32 or more; autocast casts an adapter to bfloat16
 once an optimizer step. Only the adapters have gradients. So these alone are summed between pipelines, and these alone
 are in a run's checkpoints:
@@ -30,20 +30,20 @@ from hf_tensor_parallel import RowParallel, SharedByHeads
 from models.four_bits import PACKED_BYTES, is_matrix, load_packed, pack
 from models.names import peft_name
 from pipeline_template import listed_modules
-from ranks.collectives import gather, say
+from ranks.collectives import say
 from tensor_parallel import Reduce, split_parameter
 from utils import UserError, number, positive_float, positive_int
 
 RATE = 2e-4  # the default learning rate
 ALL = "all-linear"
-probability = number(float, lambda value: 0 <= value < 1, "from 0 up to, but not 1")
+fraction = number(float, lambda value: 0 <= value < 1, "from 0 to less than 1")
 
 
 def add_lora_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora_rank", type=positive_int, metavar="R",
                         help="train LoRA adapters of this rank, and no weights (default: all weights are trained)")
     parser.add_argument("--lora_alpha", type=positive_float, help="adapters count alpha / rank (default: 2 x rank)")
-    parser.add_argument("--lora_dropout", type=probability, default=0.0, help="of what enters an adapter")
+    parser.add_argument("--lora_dropout", type=fraction, default=0.0, help="of what enters an adapter")
     parser.add_argument("--lora_targets", default=ALL, metavar="q_proj,v_proj",
                         help=f"the matrices that get adapters (default: {ALL}, those of all decoder layers)")
     parser.add_argument("--base_bits", type=int, choices=[4],
@@ -68,23 +68,6 @@ def check_lora_flags(args) -> None:
         raise UserError(f"--base_bits {args.base_bits} with --dtype float64: what is unpacked is float32 or bfloat16, "
                         "choose one of them")
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
-
-
-def choose_lora_dtype(args, device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of frozen weights and activations: with --dtype auto bfloat16 where all ranks have it. Collective."""
-    if args.dtype != "auto":
-        return dtype
-    dtype = torch.bfloat16 if all(gather(has_bfloat16(device))) else torch.float32
-    args.dtype = str(dtype).removeprefix("torch.")
-    return dtype
-
-
-def has_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies matrices in bfloat16, and faster than in float32."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
-    return any(check() for check in checks if check)
 
 
 class Lora:

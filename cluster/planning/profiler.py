@@ -146,11 +146,11 @@ class LayerProfiler:
         """Of cluster.json: for each module of the whole model its name, and its facts."""
         return [{"name": name, **facts} for name, facts in zip(self.names, self.modules_of(self.facts))]
 
-    def seconds_of_whole(self, size: int, recompute: bool, seconds: float = 2.0) -> float:
-        """About what the whole model takes for a micro-batch, forward and backward, without having it in memory."""
-        found = self.measure([size], seconds)
+    def seconds_of_modules(self, size: int, recompute: bool, seconds: float = 2.0) -> list[float]:
+        """What each of `names` takes for a micro-batch, forward and backward, without having them all in memory."""
+        found, last = self.measure([size], seconds), len(self.names) - 1
         (forward,), (backward,) = found["forward"].values(), found["backward"].values()
-        return sum(forward) + sum(backward) + (sum(forward[1:-1]) if recompute else 0.0)
+        return [f * (1 + (recompute and 0 < k < last)) + b for k, (f, b) in enumerate(zip(forward, backward))]
 
     def dtypes(self) -> dict[str, str]:
         """Of the activations, of what stages send each other, and of frozen weights where there are any."""

@@ -12,7 +12,7 @@ from hosts.host_facts import interface_towards, print_rows, processor
 from ranks.collectives import gather, say
 from utils import UserError, choose_device
 
-OF_A_HOST = {"backend", "cluster_json", "plan", "init_from", "resume"}  # flags of which a host may have its own value
+OF_A_HOST = {"backend", "plan", "init_from", "resume"}  # flags of which a host may have its own value
 
 
 def meet(args, join: Callable[..., None] = pgm.init_process_group) -> tuple[torch.device, torch.dtype]:

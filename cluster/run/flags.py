@@ -6,11 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from models.lora import fraction
 from utils import ROOT, number, positive_float, positive_int, zero_or_more, zero_or_more_float
 
-OLDER_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}  # spellings that are accepted too
-
-fraction = number(float, lambda value: 0 <= value < 1, "from 0 to less than 1")
 seed = number(int, lambda value: 0 <= value < 1 << 40, "from 0 to 2^40 - 1")
 
 
@@ -26,8 +24,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--backend", choices=["auto", "gloo"], default="auto",
                         help="gloo: machines with and without a GPU together, whose messages pass through host memory")
-    parser.add_argument("--dtype", "--precision", type=lambda text: OLDER_DTYPES.get(text, text), default="auto",
-                        choices=["auto", "float32", "bfloat16", "float64"],
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float64"],
                         help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU. A bfloat16 model of "
                              "transformers sends float32 between stages: --wire_dtype bfloat16 halves that")
 
@@ -43,7 +40,6 @@ def add_run_flags(parser: argparse.ArgumentParser, profile_batch: int) -> None:
     parser.add_argument("--recompute", action="store_true", help="compute layers again in backward: less memory")
     parser.add_argument("--profile_batch", type=zero_or_more, default=profile_batch,
                         help="write this step's timeline (0: none; default: %(default)s)")
-    parser.add_argument("--cluster_json", help="measured speeds (default: cluster.json in the repository, if there)")
     parser.add_argument("--equal_shares", action="store_true", help="take all machines as equally fast")
     parser.add_argument("--run_name")
     parser.add_argument("--log_dir", default=os.path.join(ROOT, "runs"))

@@ -1,8 +1,8 @@
 """Which rank holds which modules, takes which samples, and by which schedule: decided once, before training.
 
 Three things may decide it: a plan (see plan_file.py), --pipelines, or else each rank holds the whole model. Then a
-step's samples are shared out by speed, as cluster.json has it or as it is measured now, so that none waits for
-the slowest. A step's samples are those of the checkpoint that a run goes on from, on however many machines.
+step's samples are shared out by speed, as it is measured now, so that none waits for the slowest. A step's samples are
+those of the checkpoint that a run goes on from, on however many machines.
 
 In an elastic run the machines that are there change, and so does how samples and layers are shared out.
 --pipelines can say so itself, with '|' between the alternatives:
@@ -139,7 +139,7 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
     of_local_step = args.local_steps and args.batch_size * args.gradient_accumulation
     if total and args.local_steps and not args.num_microbatches:
         total //= of_local_step
-    pipelines, shares = choose_pipelines(args, made.model, dtype)
+    pipelines, shares = choose_pipelines(args, made, device, dtype)
     templates, local_steps = templates_of(pipelines), None
     shares = choose_shares(args, made, len(pipelines), shares, total, device, dtype)
     if args.local_steps and args.num_microbatches:  # local steps of unlike sizes, equally many on all ranks
@@ -152,15 +152,15 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
     return Layout(templates, shares, args.batch_size, setting, local_steps, args.tp_size)
 
 
-def choose_pipelines(args, model: torch.nn.Module, dtype: torch.dtype) -> tuple[list[list[int]], list[int] | None]:
+def choose_pipelines(args, made, device, dtype) -> tuple[list[list[int]], list[int] | None]:
     """The layers of each stage of each pipeline, and --num_microbatches for them. Collective."""
     told, tp_size = args.num_microbatches or [None], args.tp_size
     num_stages, left_over = divmod(dist.get_world_size(), tp_size)
     if left_over:
-        raise UserError(f"--tp_size {tp_size} does not divide the {dist.get_world_size()} processes: start a multiple "
-                        "of it")
+        raise UserError(f"--tp_size {args.tp_size} does not divide the {dist.get_world_size()} processes: start a "
+                        "multiple of it")
     if not args.pipelines:
-        return [[model.config.num_hidden_layers]] * num_stages, told[0]
+        return [[made.model.config.num_hidden_layers]] * num_stages, told[0]
     choices = [] if args.pipelines == BY_SPEED else args.pipelines
     for number, pipelines in enumerate(choices):
         if sum(map(len, pipelines)) == num_stages or len(choices) == 1 and not is_elastic():
@@ -168,7 +168,7 @@ def choose_pipelines(args, model: torch.nn.Module, dtype: torch.dtype) -> tuple[
     if choices and not is_elastic():
         raise UserError(f"--pipelines has no alternative with {num_stages} stages in all: that many x tp_size="
                         f"{tp_size} processes are here")
-    measured = measured_speeds(args, args.batch_size, dtype)
-    layers = layers_by_speed(model, measured if tp_size == 1 else None, num_stages)
+    measured = measured_speeds(args, made, device, dtype) if tp_size == 1 else None
+    layers = layers_by_speed(made.model, measured, num_stages)
     say(f"decoder layers of the stages: {', '.join(map(str, layers))}")
     return [layers], told[0]

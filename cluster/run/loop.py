@@ -1,13 +1,11 @@
 """The loop over optimizer steps that all machines make together."""
 
 import math
-import statistics
 from collections.abc import Callable, Iterator
 
 import torch
 
 import process_group_manager as pgm
-from ranks.collectives import say
 from ranks.placement import is_home
 from run.evaluation import Evaluator
 from run.record import Record, Step
@@ -26,8 +24,8 @@ def check_profile_batch(args, num_steps: int) -> None:
 
 
 def train(session: Session, batches: Iterator[dict], criterion: Callable, num_steps: int, evaluator: Evaluator | None,
-          rebalancer: Rebalancer) -> Iterator[Step]:
-    """Trains until optimizer step `num_steps`; yields each step when it is done. Collective.
+          rebalancer: Rebalancer) -> None:
+    """Trains until optimizer step `num_steps`. Collective.
 
     `batches`: this pipeline's, without those that were trained before a resume. The evaluator is used before the first
     step, after the last one, and after every args.eval_every ones; where the run is stopped at such a step, when it is
@@ -36,7 +34,7 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
     """
     grid, args, (plugin, model, optimizer, scheduler) = pgm.process_group_manager, session.args, session.trained
     first = session.start.step
-    record = Record(args, grid, session.start.disks, plugin.device, num_steps, plugin.global_batch_size * args.seq_len,
+    record = Record(args, grid, session.start.disks, num_steps, plugin.global_batch_size * args.seq_len,
                     first, session.start.flags, session.commit)
     session.generation.at_end.callback(record.leave)
     if first >= num_steps:
@@ -45,32 +43,28 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
     if evaluator and record.is_evaluation_due(first, args.eval_every):
         record.evaluated(first, evaluator.evaluate())
     for batch in range(first, num_steps):
-        with record.bar():
-            times.start(batch, batch + 1 == args.profile_batch, plugin.unfinished and plugin.unfinished.began)
-            torch.manual_seed(args.seed + 1000 * grid.dp_rank + grid.pp_rank + 1_000_000 * batch)  # of dropout
-            loss = plugin.execute_pipeline(batches, model, criterion, optimizer)
-            with timeline.span("gradient norm"):
-                grad_norm = plugin.clip_grad_norm(model, args.max_grad_norm)
-            learning_rate = scheduler.get_last_lr()[0]
-            session.note_commit(batch + 1, loss, grad_norm, learning_rate)
-            with timeline.span("optimizer"):
-                optimizer.step()
-            scheduler.step()
-            session.step = batch + 1
-            step = Step(session.step, loss.item(), grad_norm.item(), learning_rate, *times.stop())  # waits for a GPU
+        times.start(batch, batch + 1 == args.profile_batch, plugin.unfinished and plugin.unfinished.began)
+        torch.manual_seed(args.seed + 1000 * grid.dp_rank + grid.pp_rank + 1_000_000 * batch)  # of dropout
+        loss = plugin.execute_pipeline(batches, model, criterion, optimizer)
+        with timeline.span("gradient norm"):
+            grad_norm = plugin.clip_grad_norm(model, args.max_grad_norm)
+        learning_rate = scheduler.get_last_lr()[0]
+        session.note_commit(batch + 1, loss, grad_norm, learning_rate)
+        with timeline.span("optimizer"):
+            optimizer.step()
+        scheduler.step()
+        session.step = batch + 1
+        step = Step(session.step, loss.item(), grad_norm.item(), learning_rate, times.stop())  # waits for a GPU
         if not math.isfinite(step.loss + step.grad_norm):
             raise UserError(what_went_wrong(step, session))
-        record.log(*step[:5])
+        record.log(*step)
         if step.number == args.profile_batch:
             write_timeline(args, times.clock)
         stops, is_last = session.stop_agreement.agree(times.work, step.seconds), step.number == num_steps
         if evaluator and not stops and record.is_evaluation_due(step.number, args.eval_every):
-            step = step._replace(evaluation=evaluator.evaluate())
-            record.evaluated(step.number, step.evaluation)
+            record.evaluated(step.number, evaluator.evaluate())
             stops = session.stop_agreement.agree(times.work, step.seconds)  # an evaluation may take longer than a step
-        step = step._replace(sample=session.after_step(step.number, stops, is_last))
-        record.complete(step)
-        yield step
+        session.after_step(step.number, stops, is_last)
         if stops:
             break
         if not is_last:
@@ -85,20 +79,9 @@ def has_made_all(session: Session, num_steps: int) -> None:
     """A run that goes on after its last step. Where a host was lost before that was saved, it is saved now. Collective.
     """
     start = session.start
-    session.checkpointer.save(start.step, is_last=True)
+    session.checkpointer.save(start.step, waits=True)
     if is_home() and not start.memory:
         print(f"nothing to do: {start.found.path} is that of step {start.step}, of {num_steps}", flush=True)
-
-
-def print_epochs(steps: Iterator[Step], steps_per_epoch: int | None) -> Iterator[Step]:
-    """The steps themselves. Where an epoch ends, rank 0 prints the mean loss of its steps."""
-    losses = []
-    for step in steps:
-        losses.append(step.loss)
-        if steps_per_epoch and step.number % steps_per_epoch == 0:
-            say(f"epoch {step.number // steps_per_epoch}: loss {statistics.fmean(losses):.4f}")
-            losses = []
-        yield step
 
 
 def what_went_wrong(step: Step, session: Session) -> str:

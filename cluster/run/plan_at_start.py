@@ -39,7 +39,7 @@ def find_plan(args, made, device: torch.device, dtype: torch.dtype) -> dict | No
     model does not fit into all machines together.
     """
     if args.plan:
-        plan = plan_of_file(args.plan, args.cluster_json or CLUSTER_JSON)
+        plan = plan_of_file(args.plan, CLUSTER_JSON)
         used = machines_of(plan)
         idle = [host for rank, host in enumerate(plan["hosts"]) if rank not in used]
         say(f"ranks in the order of {args.plan}: {', '.join(plan['hosts'][rank] for rank in used)}"
@@ -86,35 +86,18 @@ def choose(args, data: dict) -> dict | None:
     n = len(cluster.machines)
     total = sum(args.num_microbatches[0]) if args.num_microbatches else args.gradient_accumulation * n
     setting = Setting(args.pp_engine, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
-    whole = bytes_of_whole(cluster, setting, size, total)
+    [whole] = peak_memory(cluster, Pipeline((0,), (cluster.num_layers,), total), size, setting)  # on one machine
     if all(whole <= USABLE_MEMORY * machine.free_memory for machine in cluster.machines):
         return None
     schedule = "auto" if args.pp_engine == "1f1b" else args.pp_engine
-    if plans := plans_that_fit(cluster, setting._replace(schedule=schedule), size, total):
-        print("plan:", *describe(cluster, plans.best[0], plans.setting), sep="\n    ", flush=True)
-        return as_plan(cluster, plans)
-    raise UserError(why_not(cluster, setting, size, total))
+    plans = plans_that_fit(cluster, setting._replace(schedule=schedule), size, total)
+    print("plan:", *describe(cluster, plans.best[0], plans.setting), sep="\n    ", flush=True)
+    return as_plan(cluster, plans)
 
 
-def bytes_of_whole(cluster: Cluster, setting: Setting, size: int, total: int) -> float:
-    """The peak memory of one machine that holds all layers, with `total` micro-batches of `size` samples a step."""
-    return peak_memory(cluster, Pipeline((0,), (cluster.num_layers,), total), size, setting)[0]
-
-
-def plans_that_fit(cluster: Cluster, setting: Setting, size: int, total: int) -> Plans | None:
+def plans_that_fit(cluster: Cluster, setting: Setting, size: int, total: int) -> Plans:
     """Those for `total` micro-batches of `size` samples, with recomputation only where none fits without it."""
-    for recompute in sorted({setting.recompute, True}):
+    if not setting.recompute:
         with contextlib.suppress(UserError):
-            return find_plans(cluster, total * size, setting._replace(recompute=recompute), [size], USABLE_MEMORY)
-    return None
-
-
-def why_not(cluster: Cluster, setting: Setting, size: int, total: int) -> str:
-    """One line: what the model needs, and what there is."""
-    most = setting._replace(recompute=True)
-    has = ", ".join(f"{machine.host} {machine.free_memory / 1e6:.0f}" for machine in cluster.machines)
-    needed, least = (bytes_of_whole(cluster, *each, total) / 1e6 for each in ((setting, size), (most, 1)))
-    return (f"not enough memory: with micro-batches of {size} samples of {cluster.seq_len} tokens the model needs "
-            f"{needed:.0f} MB on one machine, and {least:.0f} MB with --batch_size 1 --recompute; free are, in MB: "
-            f"{has}, of which {USABLE_MEMORY:.0%} may be used: lower --batch_size, or add machines, which share the "
-            "model")
+            return find_plans(cluster, total * size, setting, [size], USABLE_MEMORY)
+    return find_plans(cluster, total * size, setting._replace(recompute=True), [size], USABLE_MEMORY)

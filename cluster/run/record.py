@@ -1,4 +1,4 @@
-"""What a run tells of itself: metrics.jsonl, TensorBoard's files and, on a terminal, how far it is.
+"""What a run tells of itself: metrics.jsonl and evaluation.jsonl.
 
 A run is worth more than its records: what a full disk does not take is kept in memory, and written once there is room.
 
@@ -6,43 +6,23 @@ metrics.jsonl goes on over several runs of one training: steps count on, and non
 file beside it, evaluation.jsonl: {"step": 20, "evaluation_loss": 3.51, "perplexity": 33.4} a line. Where hosts share no
 disk, one rank of each writes the rows, so that they outlive the host of the rank that logs. config.json beside them has
 the run's id: another run of that name may have left rows of the same steps on a host.
-
-TensorBoard gets the loss of each step, and what each rank did and used in it: seconds of the step, those that it
-computed and those that it waited for others or for the network, its memory, and how busy its CPU and GPU were. W&B gets
-the latter, too; what RunLogger writes for W&B is not repeated there.
-
-On a terminal one line is drawn anew while a step is computed; elsewhere each step has a line, RunLogger's:
-
-    step 12/60 |####                | loss 3.4211 | evaluation 3.5120 | 214 tokens/s | 03:12 left
 """
 
 import contextlib
 import fnmatch
-import functools
-import io
 import json
 import math
 import os
-import resource
-import shutil
-import sys
-import time
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from metrics import RunLogger, open_metrics, peak_memory_gb
-from ranks.collectives import gather
 from ranks.disks import CANT_WRITE, Disks
 from ranks.files import Rows, replace
-from ranks.placement import home_rank, is_home
-from tqdm import tqdm
 
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluation.jsonl"
 BEFORE = "metrics.before{}.jsonl"  # rows of the runs before, until they are in the new file
-ENOUGH = 1 << 20  # bytes that are free without which TensorBoard's files wait
-BAR = "step {n_fmt}/{total_fmt} |{bar:20}| {desc}{remaining} left"  # as tqdm fills it in
 
 
 class Step(NamedTuple):
@@ -53,9 +33,6 @@ class Step(NamedTuple):
     grad_norm: float  # of the whole model, before it was clipped
     learning_rate: float
     seconds: float
-    compute_seconds: float | None  # those that this rank computed; None where they were not measured
-    evaluation: float | None = None  # the loss on the validation split after it, where it was computed
-    sample: str | None = None  # a text that the model wrote after it, on home_rank()
 
 
 class Record:
@@ -65,8 +42,8 @@ class Record:
     Commit of step `start`, where the ranks have it in memory; its row is written where none has written it.
     """
 
-    def __init__(self, args, grid, disks: Disks, device: torch.device, num_steps: int, tokens_per_step: int, start: int,
-                 before: dict, last=None):
+    def __init__(self, args, grid, disks: Disks, num_steps: int, tokens_per_step: int, start: int, before: dict,
+                 last=None):
         self.folder = folder = os.path.join(args.log_dir, args.run_name)
         disks = Disks(folder, CANT_WRITE, needs_room=last is None, group=disks.group)  # not those of checkpoints
         is_logging = disks.gather(grid.is_logging_rank)
@@ -104,13 +81,7 @@ class Record:
                 with contextlib.suppress(*[OSError] * (last is not None)):
                     if evaluations or os.path.exists(self.evaluations.name):  # those of later steps are made again
                         replace(self.evaluations.name, "".join(evaluations))
-        has_bar = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-        self.progress = tqdm(total=num_steps, initial=start, bar_format=BAR, file=sys.stdout, ascii=" #",
-                             disable=not (grid.is_logging_rank and start < num_steps and has_bar), dynamic_ncols=True,
-                             mininterval=math.inf)
-        self.progress.clear()
-        self.words, self.board = {"loss": "", "evaluation": "", "speed": ""}, None
-        self.device, self.start, self.num_steps = device, start, num_steps
+        self.num_steps = num_steps
 
     def forget_before(self) -> None:
         """Once all rows are in metrics.jsonl."""
@@ -118,32 +89,11 @@ class Record:
             os.remove(os.path.join(self.folder, name))
 
     def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float) -> None:
-        with contextlib.nullcontext() if self.progress.disable else contextlib.redirect_stdout(io.StringIO()):
-            self.logger.log(step, loss, grad_norm, learning_rate, seconds)
-        self.progress.update()
-        self.tell(loss=f"loss {loss:.4f}", speed=f"{self.tokens_per_step / seconds:,.0f} tokens/s")
+        self.logger.log(step, loss, grad_norm, learning_rate, seconds)
         if self.file and not self.logger.enabled:
             row = {"step": step, "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate,
                    "trained_tokens": step * self.tokens_per_step, "step_seconds": seconds}
             self.file.write(json.dumps(row) + "\n")
-
-    @contextlib.contextmanager
-    def bar(self) -> Iterator[None]:
-        """On a terminal the bar is there inside of the block, in which nothing should be printed."""
-        self.progress.refresh()
-        yield
-        self.progress.clear()
-
-    def tell(self, **words: str) -> None:
-        """What the bar says besides: of the `loss`, the last `evaluation` and the `speed`."""
-        self.words.update(words)
-        self.progress.set_description_str("".join(f"{each} | " for each in self.words.values() if each), refresh=False)
-
-    def write(self, step: Step) -> Step:
-        """Records a step that needs neither an evaluation nor a sample. Collective."""
-        self.log(*step[:5])
-        self.complete(step)
-        return step
 
     def is_evaluation_due(self, step: int, every: int) -> bool:
         """Before the first step, after the last one, and after `every` ones (0: never), where none is recorded yet."""
@@ -152,19 +102,13 @@ class Record:
 
     def evaluated(self, step: int, loss: float) -> None:
         """Records the evaluation after that step; `loss` is the mean over the evaluation's target tokens."""
-        values = {"evaluation_loss": loss, "perplexity": perplexity(loss)}
+        values = {"evaluation_loss": loss, "perplexity": math.exp(min(loss, 700.0))}  # a larger one is no float
         if self.file:
             self.evaluations.write(json.dumps({"step": step, **values}) + "\n")
         if self.logger.enabled:
-            self.tell(evaluation=f"evaluation {loss:.4f}")
             if self.logger.wandb:
                 self.logger.wandb.log(values, step=step)
             print(f"evaluation after step {step}: loss {loss:.4f}, perplexity {values['perplexity']:.2f}", flush=True)
-
-    def complete(self, step: Step) -> None:
-        """After a step with its evaluation and its sample. Collective."""
-        self.board = self.board or Board(self.folder, self.device, self.start)  # an older run's folder is renamed now
-        self.board.log(step, self.tokens_per_step)
 
     def leave(self) -> None:
         """Closes the files for another Record of this process, which goes on with the same W&B run."""
@@ -172,20 +116,10 @@ class Record:
             self.file.close()
             self.evaluations.close()
             self.forget_before()
-        if self.board:
-            self.board.leave()
 
     def close(self) -> None:
-        self.progress.close()
         self.logger.close()
-        if self.board:
-            self.board.close()
         self.leave()
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss): among so many equally likely tokens the model would be as uncertain."""
-    return math.exp(min(loss, 700.0))  # a larger one is no float
 
 
 def read_metrics(folder: str, last: int, *names: str) -> list[str]:
@@ -211,77 +145,3 @@ def is_of_another_run(folder: str, run_ids: set[str | None]) -> bool:
             return json.load(file).get("run_id") not in {None, *run_ids}
     except (OSError, ValueError, AttributeError, TypeError):
         return False
-
-
-class Board:
-    """Writes to `folder`, on home_rank(), what all ranks send it. Without TensorBoard it writes nothing and says so.
-
-    A run that is resumed goes on after step `start`.
-    """
-
-    def __init__(self, folder: str, device: torch.device, start: int = 0):
-        self.folder, self.device, self.make, self.writer = folder, device, None, None
-        self.busy = time.process_time()
-        if not is_home():
-            return
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.make = functools.partial(SummaryWriter, folder, purge_step=start + 1 if start else None)
-        except ImportError:
-            print("no TensorBoard files: pip install tensorboard. metrics.jsonl has the losses", flush=True)
-
-    def log(self, step: Step, tokens: int) -> None:
-        """`tokens`: of the step, on all ranks. Collective."""
-        everyone, samples = zip(*gather((self.values_of_this_rank(step), step.sample)))
-        of_ranks = {f"{name}/rank{rank}": value for rank, each in enumerate(everyone) for name, value in each.items()}
-        sample = {} if samples[home_rank()] is None else {"sample": samples[home_rank()]}
-        run = getattr(sys.modules.get("wandb"), "run", None)  # with --use_wandb that of the rank that logs
-        if run is not None:
-            run.log({**of_ranks, **sample}, step=step.number)
-        if self.make is None or shutil.disk_usage(self.folder).free < ENOUGH:
-            return
-        values = {name: getattr(step, name) for name in ("loss", "grad_norm", "learning_rate")}
-        if step.evaluation is not None:
-            values |= {"evaluation_loss": step.evaluation, "perplexity": perplexity(step.evaluation)}
-        with self.ending_with_the_disk():
-            self.writer = self.writer or self.make()
-            for name, value in {**values, "tokens_per_second": tokens / step.seconds, **of_ranks}.items():
-                self.writer.add_scalar(name, value, step.number)
-            for name, text in sample.items():
-                self.writer.add_text(name, text, step.number)
-
-    @contextlib.contextmanager
-    def ending_with_the_disk(self) -> Iterator[None]:
-        """Where a file is not taken after all, TensorBoard gets no more; metrics.jsonl has the losses."""
-        try:
-            yield
-        except OSError as error:
-            print(f"TensorBoard's files end here: {error}", flush=True)
-            self.make = self.writer = None
-
-    def values_of_this_rank(self, step: Step) -> dict[str, float]:
-        """Seconds, gigabytes, and percent: 100 percent of the CPU is one core. What is unknown is left out."""
-        busy_before, self.busy = self.busy, time.process_time()
-        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        values = {"step_seconds": step.seconds, "cpu_memory_gb": peak / 1e9,
-                  "cpu_percent": 100 * (self.busy - busy_before) / step.seconds}
-        if step.compute_seconds is not None:
-            values["compute_seconds"] = step.compute_seconds
-            values["wait_seconds"] = max(step.seconds - step.compute_seconds, 0.0)
-        if self.device.type == "cuda":
-            values["gpu_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
-            with contextlib.suppress(ImportError, RuntimeError):  # it needs the package nvidia-ml-py
-                values["gpu_percent"] = float(torch.cuda.utilization(self.device))
-        return values
-
-    def leave(self) -> None:
-        with self.ending_with_the_disk():
-            if self.writer:
-                self.writer.close()
-
-    def close(self) -> None:
-        self.leave()
-        if self.writer:
-            print(f"TensorBoard: tensorboard --logdir {os.path.dirname(self.folder)}", flush=True)

@@ -67,7 +67,7 @@ class Session:
                     trained.scheduler.step()
         small = {**made.files, **from_home(lambda: read_tokenizer_files(tokenizer))}
         self.checkpointer = Checkpointer(start.folder, start.disks, trained.model, trained.optimizer, trained.scheduler,
-                                         self.describe, small, args.keep, args.checkpoint_copies)
+                                         self.describe, small, args.keep)
         self.sampler = args.sample_every and Sampler(trained.plugin, trained.model, tokenizer, args.prompt,
                                                      args.seq_len)
         if members := generation.members:
@@ -121,17 +121,14 @@ class Session:
         every = self.args.save_every or self.steps_per_epoch
         return stops or bool(every) and step % every == 0
 
-    def after_step(self, step: int, stops: bool, is_last: bool) -> str | None:
-        """Saves when it is time. Returns, on home_rank(), the text that was sampled after this step. Collective."""
+    def after_step(self, step: int, stops: bool, is_last: bool) -> None:
+        """Saves and samples when it is time. Collective."""
         if self.is_due(step, stops or is_last):
             self.trained.plugin.before_saving(self.trained.model, self.trained.optimizer)
-            self.checkpointer.save(step, stops, is_last)
+            self.checkpointer.save(step, waits=stops or is_last)
         self.checkpointer.report()
-        if not self.sampler or step % self.args.sample_every:
-            return None
-        if (text := self.sampler.sample()) is not None:
+        if self.sampler and step % self.args.sample_every == 0 and (text := self.sampler.sample()) is not None:
             print(f"sample after step {step}: {text!r}", flush=True)
-        return text
 
     def end(self, was_stopped: bool) -> None:
         """Waits for the last checkpoint. From then on no rank needs to hear of another one. Collective.

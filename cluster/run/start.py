@@ -38,9 +38,6 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save_every", type=positive_int, metavar="N",
                         help="optimizer steps between checkpoints (default: at the end of each epoch, and of the run)")
     parser.add_argument("--keep", type=positive_int, default=2, help="so many of the newest checkpoints are kept")
-    parser.add_argument("--checkpoint_copies", type=positive_int, default=2,
-                        help="where hosts share no disk: on so many of them each file is kept; with 2 or more, the "
-                             "host on which the run was started has them all")
     parser.add_argument("--resume", metavar="auto|DIR",
                         help="go on from the run's newest checkpoint, if there is one, or from that directory; where "
                              "a lost host or Slurm starts the run anew, from the newest in either case")

@@ -44,24 +44,21 @@ class StepTimes:
             timeline.start()
         self.began = began or time.perf_counter()
 
-    def stop(self) -> tuple[float, float | None]:
-        """Seconds of the step, and those that this rank computed; None where they were not measured.
-
-        Afterwards `work` is those of forward and backward, 0 where they were not measured.
-        """
+    def stop(self) -> float:
+        """Seconds of the step. Afterwards `work` is those of forward and backward, 0 where they were not measured."""
         step_seconds, self.work = time.perf_counter() - self.began, 0.0
         if not timeline.recording:
-            return step_seconds, None
+            return step_seconds
         spent = Counter(step=step_seconds)
         for span in timeline.spans:
             if not span.in_background:
                 is_host = isinstance(span.start, int)  # else CUDA events, which have happened: the loss is known
                 seconds = (span.end - span.start) / 1e9 if is_host else span.start.elapsed_time(span.end) / 1e3
                 spent[span.kind] += seconds
-        computed, self.work = sum(spent[kind] for kind in KINDS), spent["forward"] + spent["backward"]
-        spent["idle"] = step_seconds - computed
+        self.work = spent["forward"] + spent["backward"]
+        spent["idle"] = step_seconds - sum(spent[kind] for kind in KINDS)
         self.measured.append(spent)
-        return step_seconds, computed
+        return step_seconds
 
     def print(self) -> None:
         """Of each rank: the mean milliseconds of a step by what they went to, and peak memory. Collective.

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from data.batches import Data, check_data_flags, pad, weighted
 from data.encoded import require_same_data
 from models.causal import Model, with_weights
-from models.lora import check_lora_flags, choose_lora_dtype, print_sizes
+from models.lora import check_lora_flags, print_sizes
 from planning.plan_file import machines_of
 from ranks.join import meet, print_banner
 from ranks.placement import renumber_ranks
@@ -31,7 +31,7 @@ from run.flags import make_adamw
 from run.generation import Generation, train_in_generations
 from run.layout import check_layout_flags, choose_layout
 from run.local_steps import check_local_flags
-from run.loop import check_profile_batch, print_epochs, train
+from run.loop import check_profile_batch, train
 from run.plan_at_start import find_plan
 from run.samples import Rebalancer, SamplesPlugin
 from run.session import Session, Trained
@@ -75,10 +75,6 @@ def train_generation(make_model: Callable, args: argparse.Namespace, generation:
 def join(args, generation: Generation) -> tuple[torch.device, torch.dtype]:
     """Meets the other ranks. Returns the device that this one computes on, and the dtype of all."""
     device, dtype = meet(args, generation.join)
-    if args.omp_num_threads:
-        torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
-    if args.lora_rank:
-        dtype = choose_lora_dtype(args, device, dtype)
     print_banner(device, dtype)
     return device, dtype
 
@@ -99,9 +95,7 @@ def train_together(args, plugin: SamplesPlugin, made: Model, start: Start, gener
     if data.evaluation:
         evaluator = Evaluator(plugin, session.trained.model, data.evaluation, pad, made.criterion,
                               args.eval_batches)
-    steps = train(session, batches, weighted(made.criterion), num_steps, evaluator, rebalancer)
-    for _ in print_epochs(steps, data.train.steps_per_epoch):
-        pass
+    train(session, batches, weighted(made.criterion), num_steps, evaluator, rebalancer)
 
 
 def set_up(args, plugin: SamplesPlugin, made: Model, start: Start, generation: Generation, tokenizer: str, data: Data,

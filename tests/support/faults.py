@@ -104,8 +104,8 @@ class FaultyRun:
         self.name, self.plan, self.log, self.begun_at = name, plan, [], time.monotonic()
         self.hosts = write_hosts(folder, *(f"{node} python={sys.executable}" for node in NODES))
         layout, others = LAYOUTS[plan.layout]
-        self.words = ["--elastic", "1:3", "--env", "OMP_NUM_THREADS=1", "--", "train_distributed.py", *FLAGS, *layout,
-                      *others, *sources, "--max_steps", 100000, "--save_every", SAVE_EVERY, "--run_name", name,
+        self.words = ["--elastic", "1:3", "--env", "OMP_NUM_THREADS=1", "--", "cluster/train_distributed.py", *FLAGS,
+                      *layout, *others, *sources, "--max_steps", 100000, "--save_every", SAVE_EVERY, "--run_name", name,
                       "--log_dir", "runs", "--resume", "auto"]
         for node in NODES:
             for place, size in zip(FILLED.values(), ("100m", "20m")):

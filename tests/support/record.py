@@ -37,7 +37,7 @@ class Recording:
 
     def snapshot(self, optimizer, *_) -> None:
         """Before each optimizer step; only the first one counts."""
-        if self.first:
+        if self.first or "param_names" not in optimizer.param_groups[0]:  # it is only timed
             return
         group, buckets = optimizer.param_groups[0], self.wrapper.buckets if self.wrapper else []
         if any(getattr(bucket, "shard", None) is group["params"][0] for bucket in buckets):

@@ -48,14 +48,14 @@ def note_ends() -> None:
     """From now on each training of this process notes in ends.txt of its run's folder when a step has ended."""
     from run.record import Record
 
-    complete = Record.complete
+    log = Record.log
 
-    def complete_and_note(self, step) -> None:
-        complete(self, step)
+    def log_and_note(self, *step) -> None:
+        log(self, *step)
         with open(pathlib.Path(self.folder, "ends.txt"), "a") as file:
             file.write(f"{time.monotonic()}\n")
 
-    Record.complete = complete_and_note
+    Record.log = log_and_note
 
 
 def rank_side(folder: pathlib.Path) -> None:
