@@ -180,7 +180,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert written["wire_dtype"] is None and written["model"] == data["model"]
     printed = capsys.readouterr().out
     assert f"plan: {out}" in printed and f"train_distributed.py --plan {out} --model_name toy" in printed
-    assert "in the order host0, host1, host2: cluster/launch_cluster.sh hosts.txt -- " in printed
+    assert "2 on host2" in printed
     measured_with = "--num_hidden_layers 8 --num_attention_heads 8 --device cpu"
     assert f"--seq_len 16 --dtype float32 {measured_with}" in printed
     for flags, message in (
