@@ -1,4 +1,4 @@
-"""Text from a checkpoint, an adapter, or any causal model in Hugging Face's layout.
+"""Text from a checkpoint, an adapter, or a causal model in Hugging Face's layout that step 9 can divide.
 
     python cluster/generate.py --checkpoint checkpoints/train_distributed --prompt "The state of the union is"
     python cluster/generate.py --adapter checkpoints/my_run --chat
