@@ -4,8 +4,8 @@ Each host has a copy of the folder of a case on its own disk; what a host leaves
 run one after the other, forked from the same processes: this file is also the script that these run.
 
 A step is timed from the end of the one before to its own, by the clock of a host that takes part: all that happens
-between two steps is in it. The steps before work has settled do not count, nor does the last one of a run, behind which
-a checkpoint is saved.
+between two steps is in it, but for evaluations. The steps before work has settled do not count, nor does the last one
+of a run, behind which a checkpoint is saved.
 """
 
 import tools_path  # noqa: F401  before launch
@@ -37,7 +37,9 @@ class Candidate(NamedTuple):
     """A training by its flags; or, with a list of flags for each host, three at the same time, each host by itself."""
 
     flags: list
-    settled: int = 1  # steps until work has settled
+    settled: int = 1  # steps, or rounds of local steps, until work has settled
+    counted: int = COUNTED
+    local_steps: int = 1
 
     @property
     def is_apart(self) -> bool:
@@ -46,16 +48,23 @@ class Candidate(NamedTuple):
 
 def note_ends() -> None:
     """From now on each training of this process notes in ends.txt of its run's folder when a step has ended."""
+    from run.evaluation import Evaluator
     from run.record import Record
 
-    log = Record.log
+    log, evaluate, evaluated = Record.log, Evaluator.evaluate, [0.0]
 
     def log_and_note(self, *step) -> None:
         log(self, *step)
         with open(pathlib.Path(self.folder, "ends.txt"), "a") as file:
-            file.write(f"{time.monotonic()}\n")
+            file.write(f"{time.monotonic() - sum(evaluated)}\n")
 
-    Record.log = log_and_note
+    def evaluate_and_time(self) -> float:
+        start = time.monotonic()
+        loss = evaluate(self)
+        evaluated.append(time.monotonic() - start)
+        return loss
+
+    Record.log, Evaluator.evaluate = log_and_note, evaluate_and_time
 
 
 def rank_side(folder: pathlib.Path) -> None:
@@ -107,10 +116,13 @@ class Bench:
         assert code == 0, text[-9000:]
         return text
 
-    def prepare(self) -> None:
+    def slow_down(self) -> None:
         for node, speed in zip(NODES, self.case["speeds"]):
             testbed("rate", node, self.case["rate"])
             testbed("slow", node, speed)
+
+    def prepare(self) -> None:
+        self.slow_down()
         print(self.run("plan.py", [[["--measure", self.folder / "cluster.json", "--model_name", self.model,
                                      "--micro_batch_size", self.case["sizes"], *self.case.get("flags", ())]]], 300))
         self.cluster = json.loads(self.find("cluster.json").read_text())
@@ -152,17 +164,17 @@ class Bench:
                   self.folder / "checkpoints", *self.case.get("flags", ())]
         jobs = []
         for k in range(rounds):
-            for name, (flags, settled) in candidates.items():
-                runs = [(f"{name} {host}", own) for host, own in enumerate(flags)] if candidates[name].is_apart else [
-                    (name, flags)]
-                jobs.append([[*common, *own, "--max_steps", settled + COUNTED + 1, "--run_name", f"{run}_{k}"]
-                             for run, own in runs])
+            for name, each in candidates.items():
+                runs = [(f"{name} {host}", own) for host, own in enumerate(each.flags)] if each.is_apart else [
+                    (name, each.flags)]
+                steps = (each.settled + each.counted + 1) * each.local_steps
+                jobs.append([[*common, *own, "--max_steps", steps, "--run_name", f"{run}_{k}"] for run, own in runs])
         said = self.run("train_distributed.py", jobs, 3000)
         print(*(line for line in said.splitlines() if "samples of a step" in line or "work moves" in line), sep="\n")
         return self.read_seconds(candidates, rounds)
 
     def read_seconds(self, candidates: dict[str, Candidate], rounds: int) -> dict[str, list[float]]:
-        """All but those that train apart have to have the loss of the same samples."""
+        """All but those that train apart, or take local steps, have to have the loss of the same samples."""
         seconds, losses = {}, {}
         for name, candidate in candidates.items():
             for run in [f"{name} {host}" for host in range(3)] if candidate.is_apart else [name]:
@@ -170,7 +182,7 @@ class Bench:
                     path = self.find(f"runs/{run}_{k}/ends.txt")
                     ends = [float(line) for line in path.read_text().split()][candidate.settled - 1 : -1]
                     seconds.setdefault(run, []).extend(end - start for start, end in pairwise(ends))
-                if not candidate.is_apart:
+                if not candidate.is_apart and candidate.local_steps == 1:
                     losses[run] = metrics(path.parent.parent, path.parent.name)[0]["loss"]
         assert max(losses.values()) - min(losses.values()) < 0.05, f"not the same step: {losses}"
         return seconds

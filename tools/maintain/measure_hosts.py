@@ -3,6 +3,7 @@
     python tools/maintain/measure_hosts.py together --json assets/table_of_unlike.json        all cases, about an hour
     python tools/maintain/measure_hosts.py together --only "4:2:1 fast$" --rounds 2           one case
     python tools/maintain/measure_hosts.py plans --json assets/unlike_machines.json           about half an hour
+    python tools/maintain/measure_hosts.py local --rounds 2 --json assets/local_steps.json
     python tools/maintain/measure_hosts.py recovery --rounds 10
 
 together   what three machines reach together, beside the sum of what each reaches alone, in tokens a second:
@@ -18,6 +19,9 @@ plans      what planning is worth, and how well it predicts: the plan beside oth
            speeds      4:2:1, fast links, the tiny Llama
            links       10 Mbit/s, equal speeds, 6 M parameters, 4096 tokens a step; on the wire is float32, bfloat16 or
                        int8
+local      what local steps are worth on slow links, in seconds until the evaluation's loss is that of 300 exact steps:
+           seconds a step of all, in turns, over 100 and over 10 Mbit/s, and for three seeds the losses. Both together,
+           about 45 minutes
 recovery   how long a run stands still that loses a host. A round takes a host away, waits until the others have made
            some steps, gives it back, and waits until it takes part again. The figure is the time from the loss to the
            next finished step, less the mean step after it. Which host it is changes from round to round
@@ -29,11 +33,14 @@ weights, in turns, round by round, each in processes of its own (hosts_bench.py)
 import tools_path  # noqa: F401  before launch
 
 import argparse
+import json
+import math
 import pathlib
 import re
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 
 from launch import Help
 from bed import NODES, testbed
@@ -53,6 +60,12 @@ PLANS = {
     "links": dict(speeds=(50, 50, 50), rate="10mbit", sizes="1,2,4",
                   model=dict(hidden_size=256, intermediate_size=688, head_dim=32)),
 }
+
+EXACT, SEED = [None, "bfloat16", "int8"], "losses, seed "  # what gradients travel in; the name of a case
+LOCAL = {f"{rate[:-4]} Mbit/s": dict(speeds=QUOTAS["4:2:1"], rate=rate, model={}) for rate in ("100mbit", "10mbit")}
+LOCAL |= {f"{SEED}{seed}": dict(speeds=QUOTAS["4:2:1"], rate="off", model={}, seed=seed) for seed in (1, 2, 3)}
+STEPS, TO_300 = (10, 30, 100), 300  # of a round; exact ones, whose loss is to be reached
+A_STEP = ["--batch_size", SIZE, "--gradient_accumulation", 2]  # 3072 tokens on three machines
 
 RECOVERY = ["--seq_len", "16", "--dtype", "float64", "--batch_size", "1", "--num_hidden_layers", "4", "--device", "cpu",
             "--equal_shares", "--save_every", "10", "--max_steps", "4000", "--num_microbatches", "6"]
@@ -171,6 +184,63 @@ def table_of_case(found: dict) -> str:
                   "predicted s", "measured / predicted"], rows)
 
 
+def local(steps: int, **options) -> Candidate:
+    return Candidate([*A_STEP, "--local_steps", steps, "--gradient_wire_dtype", "int8"], local_steps=steps, **options)
+
+
+def measure_local(case: dict, rounds: int, folder: pathlib.Path) -> dict:
+    bench = Bench(case, folder)
+    bench.slow_down()
+    if seed := case.get("seed"):
+        bench.case["flags"] = ["--seed", seed, "--validation_split", 0.03, "--eval_batches", 32]
+        found = {name: bench.train({name: each._replace(flags=[*each.flags, "--eval_every", every])}, 1)
+                 for name, each, every in (("exact", Candidate([*A_STEP], counted=TO_300 - 2), 10),
+                                           *((f"H = {steps}", local(steps, counted=-(-400 // steps) - 2), steps)
+                                             for steps in STEPS))}
+        losses = {name: [(row["step"], row["evaluation_loss"]) for row in map(
+            json.loads, bench.find(f"runs/{name}_0/evaluation.jsonl").read_text().splitlines())] for name in found}
+        return {"seconds": {}, "losses": losses}
+    candidates = {f"exact, {dtype or 'float32'}": Candidate(
+        [*A_STEP, *(["--gradient_wire_dtype", dtype] if dtype else [])], SETTLED, 10) for dtype in EXACT}
+    candidates["each alone"] = Candidate([["--batch_size", SIZE, "--gradient_accumulation", 6 // (host + 1)]
+                                          for host in range(3)], counted=10)
+    candidates |= {f"H = {steps}": local(steps, counted=max(1, 60 // steps)) for steps in STEPS}
+    return {"seconds": bench.train(candidates, rounds)}
+
+
+def steps_to(loss: float, curve: list[tuple[int, float]], unit: int) -> float | None:
+    """The optimizer steps after which an evaluation has that loss; between two of them along a straight line. `curve`:
+    (step, or round of `unit` steps, loss). None where it is never reached."""
+    for (step, before), (later, after) in pairwise(curve):
+        if after <= loss:
+            return unit * (step + (later - step) * (before - loss) / (before - after))
+    return None
+
+
+def table_of_local(results: dict) -> str:
+    """For each link: seconds and tokens/s of a step, and the median over seeds of the time to the loss."""
+    seeds = [found["losses"] for name, found in results.items() if name.startswith(SEED)]
+    samples = {"exact": SIZE * 6, **{f"H = {steps}": SIZE * 6 for steps in STEPS},
+               **{f"each alone {host}": SIZE * (6 // (host + 1)) for host in range(3)}}
+    rows = []
+    for link in (name for name in LOCAL if name in results and "Mbit" in name):
+        speed, seconds = {}, results[link]["seconds"]
+        for name, measured in seconds.items():
+            unit = int(name.removeprefix("H = ")) if name.startswith("H") else 1
+            speed[name] = 128 * unit * samples[name.split(",")[0]] / statistics.median(measured)
+        total = sum(speed[f"each alone {host}"] for host in range(3))
+        for name in speed:
+            curve, unit = (name, int(name[4:])) if name.startswith("H") else ("exact", 1)
+            needed = [steps_to(each["exact"][-1][1], each[curve], unit) for each in seeds]
+            after = [each[curve][TO_300 // unit][1] / each["exact"][-1][1] - 1 for each in seeds] if unit > 1 else []
+            steps = statistics.median(value or math.inf for value in needed) if needed else math.nan
+            rows.append([link, name, f"{speed[name]:.0f}", f"{speed[name] / total:.2f}",
+                         f"{statistics.median(after):+.1%}" if after else "", f"{steps:.0f}",
+                         f"{steps * 128 * SIZE * 6 / speed[name]:.0f}"])
+    return table(["links", "", "tokens/s", "of the sum", f"loss after {TO_300} steps", "steps to the loss", "seconds to it"],
+                 rows)
+
+
 def recover(case: tuple, rounds: int, folder: pathlib.Path) -> dict:
     (lose, words), since, seconds = case, 0, []
     run = Training(folder, "cluster/train_distributed.py", *RECOVERY, *words, "--log_dir", folder,
@@ -201,6 +271,7 @@ def table_of_recovery(results: dict) -> str:
 CASES = {  # what -> its cases, how each is measured, and the table of all of them
     "together": (TOGETHER, measure_together, table_together),
     "plans": (PLANS, measure_plans, table_of_plans),
+    "local": (LOCAL, measure_local, table_of_local),
     "recovery": (LOSSES, recover, table_of_recovery),
 }
 
