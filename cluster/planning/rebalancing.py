@@ -10,7 +10,7 @@ been faster with fresh shares, 50 % at most.
     noise     their mean is also three standard errors above zero
     calm      each move doubles what the next one needs, for 100 steps: there are three in that time at most
     early     once, after the second to fourth step, samples move for a gain of 3 %. The first step, which warms up,
-              never counts
+              never counts. A round of local steps has many steps: once, after the first one, samples move
 
 Who is in which pipeline, and with how many layers, stays. Only steps count in which each rank has measured what it
 computes: on CPUs all, where there is a GPU every tenth.
@@ -39,11 +39,12 @@ class Rebalancing:
     """Decides by what it observes. The same numbers give the same decisions on all ranks.
 
     `samples`: of each pipeline in a step. `size`: samples of a micro-batch. `unit`: so many samples move together.
+    `early`: so many steps are seen before the early move; 1 for rounds of local steps.
     """
 
-    def __init__(self, samples: list[int], size: int, unit: int = 1):
-        self.samples, self.size, self.unit = samples, size, unit
-        self.moved, self.seen, self.is_warm, self.is_refined = [], [], False, False  # moved: after which steps
+    def __init__(self, samples: list[int], size: int, unit: int = 1, early: int = EARLY):
+        self.samples, self.size, self.unit, self.early = samples, size, unit, early
+        self.moved, self.seen, self.is_warm, self.is_refined = [], [], early == 1, False  # moved: after which steps
 
     def observe(self, seconds: float, of_stages: list[list[float]]) -> None:
         """A step, and the seconds that each stage computed, by pipeline; 0 where it has not measured them."""
@@ -57,9 +58,9 @@ class Rebalancing:
     def decide(self, step: int) -> list[int] | None:
         """The samples to move to after `step`, which are then taken for done; None to stay."""
         needed = NEEDED * 2 ** sum(step - before < CALM for before in self.moved)
-        tries, is_early = [(count, needed) for count in WINDOWS], not self.is_refined and len(self.seen) == EARLY
+        tries, is_early = [(count, needed) for count in WINDOWS], not self.is_refined and len(self.seen) == self.early
         if is_early:
-            self.is_refined, tries = True, [(EARLY, EARLY * REFINES)]
+            self.is_refined, tries = True, [(self.early, self.early * REFINES)]
         for count, needed in tries:
             seen = self.seen[-count:]
             if len(seen) == count and self.gain(samples := self.fresh(seen), seen) >= needed:
@@ -85,7 +86,7 @@ class Rebalancing:
             now = self.seconds(self.samples, step.rates)
             saved = now - self.seconds(samples, step.rates)
             gains.append(min(MOST, saved / (max(step.seconds, now) - saved)))
-        is_sure = sum(gains) >= SURE * statistics.stdev(gains) * math.sqrt(len(gains))
+        is_sure = len(gains) == 1 or sum(gains) >= SURE * statistics.stdev(gains) * math.sqrt(len(gains))
         return sum(gains) if is_sure else -1.0
 
     def seconds(self, samples: list[int], rates: list[list[float]]) -> float:

@@ -104,8 +104,8 @@ class Rebalancer:
             args.local_steps and args.num_microbatches)
         can_move, is_asked = len(layout.samples) > 1 and not stay, args.replan == "auto"
         if can_move and args.replan != "off" and (is_asked or not args.num_microbatches):
-            unit = layout.samples[0] // layout.local_steps[0] if layout.local_steps else 1
-            self.rebalancing = Rebalancing(layout.samples, layout.micro_batch_size, unit)
+            rounds = [layout.samples[0] // layout.local_steps[0], 1] if layout.local_steps else []
+            self.rebalancing = Rebalancing(layout.samples, layout.micro_batch_size, *rounds)
         elif is_asked:
             say("--replan auto: nothing can move here. Samples move between pipelines, but not with --pp_engine afab, "
                 "which keeps the activations of all, nor with the loss of a router, --equal_shares, or local steps "

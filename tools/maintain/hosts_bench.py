@@ -170,7 +170,7 @@ class Bench:
                 steps = (each.settled + each.counted + 1) * each.local_steps
                 jobs.append([[*common, *own, "--max_steps", steps, "--run_name", f"{run}_{k}"] for run, own in runs])
         said = self.run("train_distributed.py", jobs, 3000)
-        print(*(line for line in said.splitlines() if "samples of a step" in line or "work moves" in line), sep="\n")
+        print(*(line for line in said.splitlines() if "s of a " in line or "work moves" in line), sep="\n")
         return self.read_seconds(candidates, rounds)
 
     def read_seconds(self, candidates: dict[str, Candidate], rounds: int) -> dict[str, list[float]]:

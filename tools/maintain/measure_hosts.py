@@ -220,14 +220,12 @@ def steps_to(loss: float, curve: list[tuple[int, float]], unit: int) -> float | 
 def table_of_local(results: dict) -> str:
     """For each link: seconds and tokens/s of a step, and the median over seeds of the time to the loss."""
     seeds = [found["losses"] for name, found in results.items() if name.startswith(SEED)]
-    samples = {"exact": SIZE * 6, **{f"H = {steps}": SIZE * 6 for steps in STEPS},
-               **{f"each alone {host}": SIZE * (6 // (host + 1)) for host in range(3)}}
-    rows = []
+    samples, rows = {f"each alone {host}": SIZE * (6 // (host + 1)) for host in range(3)}, []
     for link in (name for name in LOCAL if name in results and "Mbit" in name):
         speed, seconds = {}, results[link]["seconds"]
         for name, measured in seconds.items():
             unit = int(name.removeprefix("H = ")) if name.startswith("H") else 1
-            speed[name] = 128 * unit * samples[name.split(",")[0]] / statistics.median(measured)
+            speed[name] = 128 * unit * samples.get(name, SIZE * 6) / statistics.median(measured)
         total = sum(speed[f"each alone {host}"] for host in range(3))
         for name in speed:
             curve, unit = (name, int(name[4:])) if name.startswith("H") else ("exact", 1)
