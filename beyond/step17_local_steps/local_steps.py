@@ -28,8 +28,8 @@ fraction = number(float, lambda value: 0 <= value < 1, "0 or more and below 1")
 
 
 def check_local_flags(args):
-    """Fills in the outer optimizer's defaults, those of DiLoCo. Raises UserError where they are given in vain."""
-    for name, default in (("outer_learning_rate", 0.7), ("outer_momentum", 0.9)):
+    """Fills in the outer optimizer's defaults, which average weights. Raises UserError where they are given in vain."""
+    for name, default in (("outer_learning_rate", 1.0), ("outer_momentum", 0.0)):
         if args.local_steps and getattr(args, name) is None:
             setattr(args, name, default)
         elif not args.local_steps and getattr(args, name) is not None:
@@ -49,8 +49,8 @@ def ends_round(args, step: int, num_steps: int) -> bool:
 class LocalSteps(DataParallelBucket):
     """Wraps this rank's part of a replica. Its buckets carry no gradients, but what the replicas have moved.
 
-    Needs 8 bytes a parameter more than DataParallelBucket: the weights at the start of the round, and the outer
-    momentum. All ranks make one together, because it opens `replica_group`, the tp and pp ranks of this replica.
+    Needs 4 bytes a parameter more than DataParallelBucket, for the weights at the start of the round, and with an outer
+    momentum 8. All ranks make one together, because it opens `replica_group`, the tp and pp ranks of this replica.
     """
 
     def __init__(self, module: nn.Module, args):

@@ -61,8 +61,8 @@ def parse_args():
     parser.add_argument("--dp_size", type=positive_int, default=1, help="data-parallel ranks")
     parser.add_argument("--local_steps", type=zero_or_more, default=0,
                         help="steps that a replica takes by itself before all exchange (0: gradients in each step)")
-    parser.add_argument("--outer_learning_rate", type=positive_float, help="of the exchange (default: 0.7)")
-    parser.add_argument("--outer_momentum", type=fraction, help="Nesterov's, of the exchange (default: 0.9)")
+    parser.add_argument("--outer_learning_rate", type=positive_float, help="of the exchange (default: 1; DiLoCo: 0.7)")
+    parser.add_argument("--outer_momentum", type=fraction, help="Nesterov's, of the exchange (default: 0; DiLoCo: 0.9)")
     parser.add_argument("--pp_size", type=positive_int, default=1, help="pipeline stages")
     parser.add_argument("--pp_engine", choices=list(SCHEDULES), default="1f1b", help="the pipeline's schedule")
     parser.add_argument("--recompute", action="store_true", help="compute layers again in backward: less memory")

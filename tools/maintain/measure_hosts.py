@@ -193,12 +193,12 @@ def measure_local(case: dict, rounds: int, folder: pathlib.Path) -> dict:
     bench.slow_down()
     if seed := case.get("seed"):
         bench.case["flags"] = ["--seed", seed, "--validation_split", 0.03, "--eval_batches", 32]
-        found = {name: bench.train({name: each._replace(flags=[*each.flags, "--eval_every", every])}, 1)
-                 for name, each, every in (("exact", Candidate([*A_STEP], counted=TO_300 - 2), 10),
-                                           *((f"H = {steps}", local(steps, counted=-(-400 // steps) - 2), steps)
-                                             for steps in STEPS))}
+        trained = {"exact": (Candidate([*A_STEP], counted=TO_300 - 2), 10),
+                   **{f"H = {steps}": (local(steps, counted=-(-360 // steps) - 2), steps) for steps in STEPS}}
+        bench.train({name: each._replace(flags=[*each.flags, "--eval_every", every])
+                     for name, (each, every) in trained.items()}, 1)
         losses = {name: [(row["step"], row["evaluation_loss"]) for row in map(
-            json.loads, bench.find(f"runs/{name}_0/evaluation.jsonl").read_text().splitlines())] for name in found}
+            json.loads, bench.find(f"runs/{name}_0/evaluation.jsonl").read_text().splitlines())] for name in trained}
         return {"seconds": {}, "losses": losses}
     candidates = {f"exact, {dtype or 'float32'}": Candidate(
         [*A_STEP, *(["--gradient_wire_dtype", dtype] if dtype else [])], SETTLED, 10) for dtype in EXACT}
