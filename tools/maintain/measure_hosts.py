@@ -235,8 +235,7 @@ def table_of_local(results: dict) -> str:
             rows.append([link, name, f"{speed[name]:.0f}", f"{speed[name] / total:.2f}",
                          f"{statistics.median(after):+.1%}" if after else "", f"{steps:.0f}",
                          f"{steps * 128 * SIZE * 6 / speed[name]:.0f}"])
-    return table(["links", "", "tokens/s", "of the sum", f"loss after {TO_300} steps", "steps to the loss", "seconds to it"],
-                 rows)
+    return table(["links", "", "tokens/s", "of the sum", "loss after 300 steps", "steps to it", "seconds"], rows)
 
 
 def recover(case: tuple, rounds: int, folder: pathlib.Path) -> dict:
