@@ -21,7 +21,7 @@ plans      what planning is worth, and how well it predicts: the plan beside oth
                        int8
 local      what local steps are worth on slow links, in seconds until the evaluation's loss is that of 300 exact steps:
            seconds a step of all, in turns, over 100 and over 10 Mbit/s, and for three seeds the losses. Both together,
-           about 45 minutes
+           about an hour
 recovery   how long a run stands still that loses a host. A round takes a host away, waits until the others have made
            some steps, gives it back, and waits until it takes part again. The figure is the time from the loss to the
            next finished step, less the mean step after it. Which host it is changes from round to round
