@@ -24,7 +24,8 @@ def exchange(attempt):
     super().finish_gradient_sync(), which averages all buckets over the replicas; self.keep_copies_equal(), which mends
     the gradient of a tied embedding after that. A single replica has no buckets: self.buckets is empty.
     """
-    common = " --local_steps 2 --num_hidden_layers 1 --gradient_accumulation_steps 1 --max_tokens "
+    common = " --local_steps 2 --num_hidden_layers 1 --outer_learning_rate 0.7 --outer_momentum 0.9"
+    common += " --gradient_accumulation_steps 1 --max_tokens "
     for size, flags in ((2, "--dp_size 2" + common + "160"), (1, "--dp_size 1" + common + "48")):
         got, ours = attempt.train(size, flags), attempt.train(size, flags, ours=True)
         what = f"train.py {flags.partition(' --num')[0]}"
