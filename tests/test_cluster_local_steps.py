@@ -165,12 +165,12 @@ def test_rounds_by_speed_with_everything_around_them(folder):
 def test_local_steps_move_to_faster_machines(world_of_one, folder, run_code):
     """They are dealt for machines of which the second is slow; then all are equally fast."""
     measured = "\nfrom run import speeds\nspeeds.MEASURED.append([1.0, 3.0, 1.5][int(os.environ['RANK'])])"
-    words = flags_of(folder, "moved steps", folder / "model", max_steps=4 * STEPS, save_every=2 * STEPS, lr_decay="none",
+    words = flags_of(folder, "moved steps", folder / "model", max_steps=6 * STEPS, save_every=2 * STEPS, lr_decay="none",
                      learning_rate=RATE, warmup_steps=WARMUP * STEPS, local_steps=STEPS, gradient_accumulation=1)
     printed = run_code("cluster", 3, MADE_UP + measured, *words[1:], *OUTER, then=SCRIPT.name,
                        env={"SPEEDS": "[[0, [1, 1, 1]]]"}).stdout
-    assert "local steps of a round: 3, 1, 2\n" in printed and "after step 1 work moves to faster machines" in printed
-    weights, losses = written_out(folder, [1, 1, 1], [3, 1, 2], *[[2, 2, 2]] * 3)
+    assert "local steps of a round: 3, 1, 2\n" in printed and "after step 4 work moves to faster machines" in printed
+    weights, losses = written_out(folder, [1, 1, 1], *[[3, 1, 2]] * 4, *[[2, 2, 2]] * 2)
     assert [row["loss"] for row in metrics(folder / "runs", "moved steps")] == pytest.approx(losses, abs=1e-11)
     found = saved_weights(newest(folder, "moved steps"))
     assert max((found[each] - weights[each]).abs().max() for each in found) <= 1e-11

@@ -42,6 +42,13 @@ def steps_of(rebalancing: Rebalancing, speeds, steps, first: int = 1, noise=None
     return moves
 
 
+def test_rounds_are_corrected_after_the_first_one():
+    """As a first step, it would not count; a gain of less than 3 % moves nothing, then or later."""
+    assert steps_of(Rebalancing([30, 10, 20], 1, 10, early=1), [[1], [1], [1]], 3) == [(1, [20, 20, 20])]
+    assert steps_of(Rebalancing([30, 10, 20], 1, 10), [[1], [1], [1]], 3) == []
+    assert steps_of(Rebalancing([500, 500], 1, early=1), [[1.02], [1]], 3) == []
+
+
 @pytest.mark.parametrize("count", [2, 5])
 def test_a_throttled_host_is_noticed_within_ten_steps(count):
     """At half the speed; afterwards a step takes at most 1 / 0.95 of what it takes with a plan that knows the speeds."""

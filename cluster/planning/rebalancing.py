@@ -10,7 +10,7 @@ been faster with fresh shares, 50 % at most.
     noise     their mean is also three standard errors above zero
     calm      each move doubles what the next one needs, for 100 steps: there are three in that time at most
     early     once, after the second to fourth step, samples move for a gain of 3 %. The first step, which warms up,
-              never counts. A round of local steps has many steps: once, after the first one, samples move
+              never counts. Where a round has more local steps than that, samples move after the first round
 
 Who is in which pipeline, and with how many layers, stays. Only steps count in which each rank has measured what it
 computes: on CPUs all, where there is a GPU every tenth.
@@ -39,7 +39,7 @@ class Rebalancing:
     """Decides by what it observes. The same numbers give the same decisions on all ranks.
 
     `samples`: of each pipeline in a step. `size`: samples of a micro-batch. `unit`: so many samples move together.
-    `early`: so many steps are seen before the early move; 1 for rounds of local steps.
+    `early`: so many steps are seen before the early move; 1 for rounds of many local steps, of which the first counts.
     """
 
     def __init__(self, samples: list[int], size: int, unit: int = 1, early: int = EARLY):

@@ -20,7 +20,7 @@ import torch
 import process_group_manager as pgm
 from dataloader import deal_microbatches
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
-from planning.rebalancing import Rebalancing
+from planning.rebalancing import EARLY, Rebalancing
 from ranks.collectives import say
 from run.speeds import has_router_loss
 
@@ -104,8 +104,9 @@ class Rebalancer:
             args.local_steps and args.num_microbatches)
         can_move, is_asked = len(layout.samples) > 1 and not stay, args.replan == "auto"
         if can_move and args.replan != "off" and (is_asked or not args.num_microbatches):
-            rounds = [layout.samples[0] // layout.local_steps[0], 1] if layout.local_steps else []
-            self.rebalancing = Rebalancing(layout.samples, layout.micro_batch_size, *rounds)
+            unit = layout.samples[0] // layout.local_steps[0] if layout.local_steps else 1
+            early = 1 if layout.local_steps and args.local_steps > EARLY else EARLY  # in rounds of so many steps
+            self.rebalancing = Rebalancing(layout.samples, layout.micro_batch_size, unit, early)
         elif is_asked:
             say("--replan auto: nothing can move here. Samples move between pipelines, but not with --pp_engine afab, "
                 "which keeps the activations of all, nor with the loss of a router, --equal_shares, or local steps "

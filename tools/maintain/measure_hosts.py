@@ -236,7 +236,7 @@ def table_of_local(results: dict) -> str:
             rows.append([link, name, f"{speed[name]:.0f}", f"{speed[name] / total:.2f}",
                          f"{statistics.median(after):+.1%}" if after else "",
                          *([f"{steps:.0f}", f"{seconds_to_it:.0f}"] if steps < math.inf else ["more than 360", ""])])
-    return table(["links", "", "tokens/s", "of the sum", "loss after 300 steps", "steps to exact", "seconds"], rows)
+    return table(["links", "", "tokens/s", "of the sum", "loss after 300 steps", "steps to the loss", "seconds"], rows)
 
 
 def recover(case: tuple, rounds: int, folder: pathlib.Path) -> dict:
