@@ -1,11 +1,14 @@
-"""What a run tells of itself: evaluations and samples in the files that it leaves, also where a disk is full."""
+"""What a run tells of itself: the bar on a terminal, TensorBoard's curves, evaluations; also where a disk is full."""
 
 import argparse
 import contextlib
+import io
 import json
 import math
 import os
+import re
 import subprocess
+import sys
 import types
 
 import pytest
@@ -18,6 +21,36 @@ with modules_of(9):
     from ranks.files import outlive_a_full_disk
     from run.live_state import Commit
     from run.record import EVALUATIONS, Record
+    from run.times import ABSENT
+
+
+class Terminal(io.StringIO):
+    """What a terminal gets, and the lines that one would see at the end."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def seen(self) -> list[str]:
+        rows = []
+        for row in self.getvalue().split("\n"):
+            cells = ""
+            for part in row.split("\r"):  # each part overwrites the beginning of what is there
+                cells = part + cells[len(part):]
+            rows.append(cells.rstrip())
+        return [row for row in rows if row]
+
+
+def curves(folder):
+    """TensorBoard's reader of a run's folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def scalars(folder, name: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in curves(folder).Scalars(name)]
 
 
 def a_record(folder, start: int = 0, num_steps: int = 4, last: Commit | None = None) -> Record:
@@ -30,7 +63,74 @@ def a_record(folder, start: int = 0, num_steps: int = 4, last: Commit | None = N
 
 def log(record: Record, *steps: int) -> None:
     for step in steps:
+        record.bar.begin()
         record.log(step, 5.0 - step, 0.5, 0.1, 0.5)
+
+
+def test_bar_on_a_terminal_is_one_line(world_of_one, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.setenv("TERM", "xterm")
+    record = a_record(tmp_path)
+    log(record, 1, 2)
+    record.evaluated(2, 3.25)
+    record.sampled(2, "The")
+    log(record, 3, 4)
+    record.close()
+    first, sample, bar, metrics = terminal.seen()
+    assert (first, sample) == ("evaluation after step 2: loss 3.2500, perplexity 25.79", "sample after step 2: 'The'")
+    assert bar == f"step 4/4 |{'#' * 20}| loss 1.0000 | evaluation 3.2500 | 200 tokens/s | 00:00 left"
+    assert metrics.startswith("metrics: ") and len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
+    assert re.search(rf"step 2/4 \|{'#' * 10}          \| loss 3.0000 \| ", terminal.getvalue())
+    monkeypatch.setenv("TERM", "dumb")
+    log(record := a_record(tmp_path), 1)
+    record.close()
+    assert "step 1/4 | loss 4.0000 | grad norm 0.500" in terminal.getvalue()
+
+
+def test_curves_and_wandb_have_ranks_evaluations_and_samples(world_of_one, tmp_path):
+    sent = []
+    record = a_record(tmp_path)
+    record.logger.wandb = types.SimpleNamespace(log=lambda values, step: sent.append((step, values)), finish=lambda: 0)
+    log(record, 1)
+    record.used(1, [[1.5, 1.5, 0.25, 0.5, 99.0, ABSENT, ABSENT]])
+    record.evaluated(1, 1.0)
+    record.sampled(1, "The end")
+    at_once = curves(tmp_path / "run")  # while it trains
+    record.close()
+    assert {name: at_once.Scalars(name)[0].value for name in at_once.Tags()["scalars"]} == pytest.approx({
+        "loss": 4.0, "grad_norm": 0.5, "learning_rate": 0.1, "tokens_per_second": 200, "evaluation_loss": 1.0,
+        "perplexity": math.e, "compute_seconds/rank0": 1.5, "wait_seconds/rank0": 0.25, "cpu_memory_gb/rank0": 0.5,
+        "cpu_percent/rank0": 99.0})
+    texts = {name: at_once.Tensors(name)[0].tensor_proto.string_val for name in at_once.Tags()["tensors"]}
+    assert texts["sample/text_summary"] == [b"The end"] and texts["hosts/text_summary"][0].startswith(b"rank 0: ")
+    everything = {name: value for step, values in sent for name, value in values.items() if step == 1}
+    assert everything["wait_seconds/rank0"] == 0.25 and everything["sample"] == "The end"
+    assert everything["evaluation_loss"] == 1.0 and "gpu_percent/rank0" not in everything
+
+
+def test_curves_of_a_run_that_goes_on(world_of_one, tmp_path):
+    """Those after its start are hidden, and on a disk without them all come from metrics.jsonl."""
+    log(record := a_record(tmp_path), 1, 2, 3)
+    record.close()
+    log(record := a_record(tmp_path, start=2), 3, 4)
+    record.close()
+    whole = [(step, 5.0 - step) for step in (1, 2, 3, 4)]
+    assert scalars(tmp_path / "run", "loss") == whole
+    for path in (tmp_path / "run").glob("events*"):
+        path.unlink()
+    log(record := a_record(tmp_path, start=3), 4)
+    record.close()
+    assert scalars(tmp_path / "run", "loss") == whole
+
+
+def test_without_tensorboard_a_run_says_so_once(world_of_one, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    log(record := a_record(tmp_path), 1, 2)
+    record.close()
+    assert capsys.readouterr().out.count("pip install tensorboard. metrics.jsonl has the losses") == 1
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_evaluations_of_a_run_that_goes_on(world_of_one, tmp_path):
@@ -79,7 +179,9 @@ def test_a_full_disk_under_the_logs_costs_nothing(world_of_one, tmp_path, capsys
         found = steps("metrics.jsonl")
         assert found[-16:] == [*range(45, 61)] and found[:2] == [1, 2] and steps(EVALUATIONS) in ([40, 60], [60])
         assert [*(tmp_path / "run").glob("*before*")] == []
-        assert capsys.readouterr().out.count("the run goes on, and what it can't write there") == 3
+        printed = capsys.readouterr().out
+        assert printed.count("the run goes on, and what it can't write there") == 3
+        assert printed.count("no more curves for TensorBoard ([Errno 28]") >= 1
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)
 

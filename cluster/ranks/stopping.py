@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -74,23 +74,25 @@ class StopAgreement:
         self.signals.ready = True
         self.stops_within(UNKNOWN)
 
-    def agree(self, work: float = 0.0, seconds: float = 0.0) -> bool:
+    def agree(self, seconds: float = 0.0, of_this_rank: Sequence[float] = ()) -> bool:
         """Whether any rank was told to stop, asked where a step ends: the step that runs is the last. Collective.
 
-        Afterwards `has_newcomers` is whether processes wait to be taken in, and `told` is the largest `seconds` of all,
-        followed by each rank's `work`.
+        Afterwards `has_newcomers` is whether processes wait to be taken in, `longest_step` is the largest `seconds` of
+        all ranks, and `of_ranks` each rank's numbers `of_this_rank`, which are as many on each and -1 or more.
         """
-        newcomers = self.newcomers() if self.newcomers else []
-        asked, now = torch.zeros(3 + self.world_size, dtype=torch.float64), time.monotonic()
-        asked[[0, 1, 2, 3 + self.rank]] = torch.tensor([self.signals.asked, bool(newcomers), seconds, work]).double()
+        newcomers, now = self.newcomers() if self.newcomers else [], time.monotonic()
+        asked = torch.full((3 + self.world_size * len(of_this_rank),), -1.0, dtype=torch.float64)
+        asked[:3] = torch.tensor([self.signals.asked, bool(newcomers), seconds])
+        numbers = asked[3:].view(self.world_size, -1)  # (ranks, numbers)
+        numbers[self.rank] = torch.tensor(of_this_rank, dtype=torch.float64)
         if self.group:
             dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.group)
         if self.asked_at and now - self.asked_at > self.longest:  # not of the first step, which warms up
             self.longest = now - self.asked_at
             self.stops_within(self.longest)
         self.asked_at = now
-        stops, newcomers, *self.told = asked.tolist()
-        stops, self.has_newcomers = bool(stops), bool(newcomers)
+        stops, newcomers, self.longest_step = asked[:3].tolist()
+        stops, self.has_newcomers, self.of_ranks = bool(stops), bool(newcomers), numbers.tolist()
         if stops:
             self.stops_within(UNKNOWN)
         return stops

@@ -94,14 +94,14 @@ class Sampler:
             raise UserError(f"--prompt {prompt!r} has {len(self.ids)} tokens: it needs at least one, and fewer than "
                             f"the --seq_len of {seq_len}")
 
-    def sample(self) -> str | None:
-        """The prompt and what follows it, on home_rank(). Collective."""
+    def sample(self) -> str:
+        """The prompt and what follows it. Collective."""
         ids = torch.tensor([self.ids], device=self.plugin.device)
         self.model.eval()
         for _ in range(self.num_tokens):
             ids = torch.cat([ids, self.next_token(ids)], dim=1)
         self.model.train()
-        return self.tokenizer.decode(ids[0].tolist(), skip_special_tokens=True) if self.tokenizer else None
+        return from_home(lambda: self.tokenizer.decode(ids[0].tolist(), skip_special_tokens=True))
 
     @torch.no_grad()
     def next_token(self, ids: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,7 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
     if evaluator and record.is_evaluation_due(first, args.eval_every):
         record.evaluated(first, evaluator.evaluate())
     for batch in range(first, num_steps):
+        record.bar.begin()
         times.start(batch, batch + 1 == args.profile_batch, plugin.unfinished and plugin.unfinished.began)
         torch.manual_seed(args.seed + 1000 * grid.dp_rank + grid.pp_rank + 1_000_000 * batch)  # of dropout
         loss = plugin.execute_pipeline(batches, model, criterion, optimizer)
@@ -60,11 +61,14 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
         record.log(*step)
         if step.number == args.profile_batch:
             write_timeline(args, times.clock)
-        stops, is_last = session.stop_agreement.agree(times.work, step.seconds), step.number == num_steps
+        of_this_rank, is_last = [times.work, *times.used], step.number == num_steps
+        stops = session.stop_agreement.agree(step.seconds, of_this_rank)
+        record.used(step.number, session.stop_agreement.of_ranks)
         if evaluator and not stops and record.is_evaluation_due(step.number, args.eval_every):
             record.evaluated(step.number, evaluator.evaluate())
-            stops = session.stop_agreement.agree(times.work, step.seconds)  # an evaluation may take longer than a step
-        session.after_step(step.number, stops, is_last)
+            stops = session.stop_agreement.agree(step.seconds, of_this_rank)  # an evaluation may take longer than a step
+        if (text := session.after_step(step.number, stops, is_last)) is not None:
+            record.sampled(step.number, text)
         if stops:
             break
         if not is_last:

@@ -1,4 +1,4 @@
-"""What a run tells of itself: metrics.jsonl and evaluation.jsonl.
+"""What a run tells of itself: metrics.jsonl, evaluation.jsonl, and what one sees while it trains, see board.py.
 
 A run is worth more than its records: what a full disk does not take is kept in memory, and written once there is room.
 
@@ -6,6 +6,9 @@ metrics.jsonl goes on over several runs of one training: steps count on, and non
 file beside it, evaluation.jsonl: {"step": 20, "evaluation_loss": 3.51, "perplexity": 33.4} a line. Where hosts share no
 disk, one rank of each writes the rows, so that they outlive the host of the rank that logs. config.json beside them has
 the run's id: another run of that name may have left rows of the same steps on a host.
+
+Whoever writes the rows of a disk writes TensorBoard's files beside them: the same numbers, samples of text, and what
+each rank did and used in a step, by the names in times.py. W&B gets all of this, too, in the run of the rank that logs.
 """
 
 import contextlib
@@ -20,6 +23,9 @@ import torch
 from metrics import RunLogger, open_metrics, peak_memory_gb
 from ranks.disks import CANT_WRITE, Disks
 from ranks.files import Rows, replace
+from ranks.placement import is_home, machines
+from run.board import Bar, Board
+from run.times import ABSENT, USED
 
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluation.jsonl"
 BEFORE = "metrics.before{}.jsonl"  # rows of the runs before, until they are in the new file
@@ -66,8 +72,9 @@ class Record:
         with disks.together():
             self.logger, self.tokens_per_step = RunLogger(args, grid, num_steps, tokens_per_step), tokens_per_step
             self.logger.memory = torch.tensor(peak_memory_gb())  # of this rank, until a step takes that of all
-            self.file = None
+            self.file = self.board = None
             if writes:
+                self.board = Board(folder, start, [*rows, *evaluations])
                 file = self.logger.metrics if grid.is_logging_rank else open_metrics(folder)
                 self.file = self.logger.metrics = Rows(file.name, file)
                 if not grid.is_logging_rank:
@@ -81,7 +88,8 @@ class Record:
                 with contextlib.suppress(*[OSError] * (last is not None)):
                     if evaluations or os.path.exists(self.evaluations.name):  # those of later steps are made again
                         replace(self.evaluations.name, "".join(evaluations))
-        self.num_steps = num_steps
+        self.bar, self.num_steps = Bar(grid.is_logging_rank, start, num_steps), num_steps
+        self.hosts = " | ".join(f"rank {rank}: {host}" for rank, (host, _) in enumerate(machines()))
 
     def forget_before(self) -> None:
         """Once all rows are in metrics.jsonl."""
@@ -89,11 +97,32 @@ class Record:
             os.remove(os.path.join(self.folder, name))
 
     def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float) -> None:
-        self.logger.log(step, loss, grad_norm, learning_rate, seconds)
+        with self.bar.end(step):
+            self.logger.log(step, loss, grad_norm, learning_rate, seconds)
+        speed = self.tokens_per_step / seconds
+        self.bar.tell(loss=f"loss {loss:.4f}", speed=f"{speed:,.0f} tokens/s")
+        if self.board:
+            self.board.add(step, {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate,
+                                  "tokens_per_second": speed})
         if self.file and not self.logger.enabled:
             row = {"step": step, "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate,
                    "trained_tokens": step * self.tokens_per_step, "step_seconds": seconds}
             self.file.write(json.dumps(row) + "\n")
+
+    def used(self, step: int, of_ranks: list[list[float]]) -> None:
+        """What each rank did and used in a step: its seconds of forward and backward, then what USED names."""
+        self.show(step, {f"{name}/rank{rank}": value for rank, (_, *values) in enumerate(of_ranks)
+                         for name, value in zip(USED, values) if value != ABSENT})
+        if self.hosts:  # once
+            self.show(step, {"hosts": self.hosts})
+            self.hosts = None
+
+    def show(self, step: int, values: dict[str, float | str]) -> None:
+        """In TensorBoard, and in W&B."""
+        if self.board:
+            self.board.add(step, values)
+        if self.logger.enabled and self.logger.wandb:
+            self.logger.wandb.log(values, step=step)
 
     def is_evaluation_due(self, step: int, every: int) -> bool:
         """Before the first step, after the last one, and after `every` ones (0: never), where none is recorded yet."""
@@ -105,19 +134,28 @@ class Record:
         values = {"evaluation_loss": loss, "perplexity": math.exp(min(loss, 700.0))}  # a larger one is no float
         if self.file:
             self.evaluations.write(json.dumps({"step": step, **values}) + "\n")
+        self.show(step, values)
+        self.bar.tell(evaluation=f"evaluation {loss:.4f}")
         if self.logger.enabled:
-            if self.logger.wandb:
-                self.logger.wandb.log(values, step=step)
             print(f"evaluation after step {step}: loss {loss:.4f}, perplexity {values['perplexity']:.2f}", flush=True)
+
+    def sampled(self, step: int, text: str) -> None:
+        """Records what the model wrote after that step."""
+        self.show(step, {"sample": text})
+        if is_home():
+            print(f"sample after step {step}: {text!r}", flush=True)
 
     def leave(self) -> None:
         """Closes the files for another Record of this process, which goes on with the same W&B run."""
+        self.bar.close(stays=False)
         if self.file:
+            self.board.close()
             self.file.close()
             self.evaluations.close()
             self.forget_before()
 
     def close(self) -> None:
+        self.bar.close(stays=True)
         self.logger.close()
         self.leave()
 

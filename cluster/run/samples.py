@@ -117,9 +117,10 @@ class Rebalancer:
         if self.rebalancing is None:
             return
         plugin = session.trained.plugin
-        old, (seconds, *of_ranks) = self.rebalancing.samples, session.stop_agreement.told
-        self.rebalancing.observe(seconds, [[max(of_ranks[rank] for rank in row) for row in block.tolist()]
-                                          for block in pgm.process_group_manager.ranks])
+        old, agreement = self.rebalancing.samples, session.stop_agreement
+        work = [numbers[0] for numbers in agreement.of_ranks]
+        self.rebalancing.observe(agreement.longest_step, [[max(work[rank] for rank in row) for row in block.tolist()]
+                                                          for block in pgm.process_group_manager.ranks])
         if new := self.rebalancing.decide(step):
             before, after = (",".join(map(str, samples)) for samples in (old, new))
             say(f"after step {step} work moves to faster machines: samples {before} -> {after}")

@@ -121,14 +121,13 @@ class Session:
         every = self.args.save_every or self.steps_per_epoch
         return stops or bool(every) and step % every == 0
 
-    def after_step(self, step: int, stops: bool, is_last: bool) -> None:
-        """Saves and samples when it is time. Collective."""
+    def after_step(self, step: int, stops: bool, is_last: bool) -> str | None:
+        """Saves when it is time, and returns a sample of text when it is time for one. Collective."""
         if self.is_due(step, stops or is_last):
             self.trained.plugin.before_saving(self.trained.model, self.trained.optimizer)
             self.checkpointer.save(step, waits=stops or is_last)
         self.checkpointer.report()
-        if self.sampler and step % self.args.sample_every == 0 and (text := self.sampler.sample()) is not None:
-            print(f"sample after step {step}: {text!r}", flush=True)
+        return self.sampler.sample() if self.sampler and step % self.args.sample_every == 0 else None
 
     def end(self, was_stopped: bool) -> None:
         """Waits for the last checkpoint. From then on no rank needs to hear of another one. Collective.

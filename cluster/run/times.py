@@ -6,6 +6,7 @@ that the answer was given in the middle of the round trip, which is wrong by hal
 several trips counts, and between the two comparisons the offset is interpolated.
 """
 
+import contextlib
 import functools
 import os
 import socket
@@ -21,17 +22,21 @@ import process_group_manager as pgm
 from metrics import peak_memory_gb
 from ranks.collectives import gather, say
 from ranks.join import print_table
+from ranks.memory import memory_of_process
 from timeline import Timeline, timeline
 
 MEASURE_EVERY = {"cpu": 1, "cuda": 10}  # steps: timing what a GPU computes means waiting for it
 KINDS = ("forward", "backward", "optimizer")  # of what a rank computes; else it is idle
+# Of a step, with memory in GB now (of a GPU: at most so far); 100 percent of a CPU is one core.
+USED = ("compute_seconds", "wait_seconds", "cpu_memory_gb", "cpu_percent", "gpu_memory_gb", "gpu_percent")
+ABSENT = -1.0
 
 
 class StepTimes:
     """Where this rank's time goes: seconds of forward, backward, optimizer, and of the whole step."""
 
     def __init__(self, device: torch.device):
-        self.device, self.measured, self.work = device, [], 0.0
+        self.device, self.measured, self.work, self.used = device, [], 0.0, []
 
     def start(self, batch: int, profile: bool = False, began: float | None = None) -> None:
         """Starts to time step `batch`, from 0 on. `profile`: also for timeline.write(); then this is collective.
@@ -42,13 +47,21 @@ class StepTimes:
         if profile:
             self.clock = compare_clocks()
             timeline.start()
-        self.began = began or time.perf_counter()
+        self.began, self.busy = began or time.perf_counter(), time.process_time()
 
     def stop(self) -> float:
-        """Seconds of the step. Afterwards `work` is those of forward and backward, 0 where they were not measured."""
+        """Seconds of the step. Afterwards `work` is those of forward and backward, 0 where they were not measured, and
+        `used` what USED names, or ABSENT."""
         step_seconds, self.work = time.perf_counter() - self.began, 0.0
+        self.used = [ABSENT, ABSENT, memory_of_process() / 1e9 or ABSENT,
+                     100 * (time.process_time() - self.busy) / step_seconds, ABSENT, ABSENT]
+        if self.device.type == "cuda":
+            self.used[4] = torch.cuda.max_memory_allocated(self.device) / 1e9
         if not timeline.recording:
             return step_seconds
+        if self.device.type == "cuda":
+            with contextlib.suppress(ImportError, RuntimeError):  # it needs the package nvidia-ml-py
+                self.used[5] = float(torch.cuda.utilization(self.device))
         spent = Counter(step=step_seconds)
         for span in timeline.spans:
             if not span.in_background:
@@ -56,7 +69,9 @@ class StepTimes:
                 seconds = (span.end - span.start) / 1e9 if is_host else span.start.elapsed_time(span.end) / 1e3
                 spent[span.kind] += seconds
         self.work = spent["forward"] + spent["backward"]
-        spent["idle"] = step_seconds - sum(spent[kind] for kind in KINDS)
+        computed = sum(spent[kind] for kind in KINDS)
+        spent["idle"] = step_seconds - computed
+        self.used[:2] = computed, max(spent["idle"], 0.0)
         self.measured.append(spent)
         return step_seconds
 
