@@ -1,4 +1,4 @@
-"""What a run tells of itself: metrics.jsonl, evaluation.jsonl, and what one sees while it trains, see board.py.
+"""What a run tells of itself: metrics.jsonl, evaluation.jsonl, TensorBoard's curves, a bar or lines while it trains.
 
 A run is worth more than its records: what a full disk does not take is kept in memory, and written once there is room.
 
@@ -9,13 +9,17 @@ the run's id: another run of that name may have left rows of the same steps on a
 
 Whoever writes the rows of a disk writes TensorBoard's files beside them: the same numbers, samples of text, and what
 each rank did and used in a step, by the names in times.py. W&B gets all of this, too, in the run of the rank that logs.
+A run that goes on adds a file, whose curves go on after the step that it goes on from.
 """
 
 import contextlib
 import fnmatch
+import glob
 import json
 import math
 import os
+import socket
+import time
 from typing import NamedTuple
 
 import torch
@@ -23,11 +27,12 @@ import torch
 from metrics import RunLogger, open_metrics, peak_memory_gb
 from ranks.disks import CANT_WRITE, Disks
 from ranks.files import Rows, replace
-from ranks.placement import is_home, machines
-from run.board import Bar, Board
+from ranks.placement import machines
+from ranks.progress import Bar
 from run.times import ABSENT, USED
 
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluation.jsonl"
+KEPT = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "evaluation_loss", "perplexity")  # as curves
 BEFORE = "metrics.before{}.jsonl"  # rows of the runs before, until they are in the new file
 
 
@@ -142,7 +147,7 @@ class Record:
     def sampled(self, step: int, text: str) -> None:
         """Records what the model wrote after that step."""
         self.show(step, {"sample": text})
-        if is_home():
+        if self.logger.enabled:
             print(f"sample after step {step}: {text!r}", flush=True)
 
     def leave(self) -> None:
@@ -183,3 +188,60 @@ def is_of_another_run(folder: str, run_ids: set[str | None]) -> bool:
             return json.load(file).get("run_id") not in {None, *run_ids}
     except (OSError, ValueError, AttributeError, TypeError):
         return False
+
+
+class Board:
+    """TensorBoard's files in `folder`, for a run that goes on after step `start`.
+
+    `rows`: lines of JSON about the steps before, for a disk that has no curves of these. Where tensorboard is missing or the disk does not take an event, this
+    says so once and writes no more: metrics.jsonl has the losses.
+    """
+
+    def __init__(self, folder: str, start: int, rows: list[str]):
+        self.folder, self.start, self.rows, self.records, self.has_ended = folder, start, rows, None, False
+
+    def open(self) -> None:
+        """At the first event, since an older run's folder of that name was renamed before."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        stem = os.path.join(self.folder, "events.out.tfevents.")
+        has_curves = bool(glob.glob(f"{glob.escape(stem)}*"))
+        self.records = RecordWriter(open(f"{stem}{time.time_ns()}.{socket.gethostname()}.{os.getpid()}", "wb"))
+        self.write(file_version="brain.Event:2")
+        self.write(step=self.start and self.start + 1, session_log=SessionLog(status=SessionLog.START))
+        for row in () if has_curves else map(json.loads, self.rows):
+            self.write_values(row["step"], {name: row[name] for name in KEPT if name in row})
+        self.rows = ()
+
+    def write(self, **fields) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self.records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+
+    def write_values(self, step: int, values: dict[str, float | str]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard.summary import scalar, text
+
+        parts = [(text if isinstance(value, str) else scalar)(name, value) for name, value in values.items()]
+        self.write(step=step, summary=Summary(value=[each for part in parts for each in part.value]))
+
+    def add(self, step: int, values: dict[str, float | str]) -> None:
+        """Numbers and texts, by name, after optimizer step `step`."""
+        if self.has_ended:
+            return
+        try:
+            if self.records is None:
+                self.open()
+            self.write_values(step, values)
+            self.records.flush()
+        except (ImportError, OSError) as error:
+            remedy = "pip install tensorboard" if isinstance(error, ImportError) else "make room, and start anew"
+            print(f"no more curves for TensorBoard ({error}): {remedy}. metrics.jsonl has the losses", flush=True)
+            self.close()
+
+    def close(self) -> None:
+        self.has_ended = True
+        with contextlib.suppress(OSError):  # of a full disk, of which add() has told
+            if self.records:
+                self.records.close()
