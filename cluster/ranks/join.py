@@ -37,14 +37,15 @@ def print_table(heads: list[str], rows: list[list]) -> None:
 def print_banner(device: torch.device, dtype: torch.dtype) -> None:
     """A line a rank: which machine it runs on. Collective. Raises UserError where ranks compute in unlike dtypes."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
-    everyone = gather((device.type, str(dtype).removeprefix("torch."), socket.gethostname(), name, network_name()))
+    everyone = gather((device.type, str(dtype).removeprefix("torch."), os.environ.get("LOCAL_RANK", "0"),
+                       socket.gethostname(), name, network_name()))
     kinds, dtypes = ([facts[k] for facts in everyone] for k in range(2))
     if len(set(dtypes)) > 1:
         raise UserError(f"all ranks have to compute in one dtype, but these differ, by rank: {', '.join(dtypes)}: "
                         "give all the same --dtype, for instance --dtype float32")
     ranks = "1 rank" if len(everyone) == 1 else f"{len(everyone)} ranks"
     say(f"{ranks} over {dist.get_backend()}, {dtypes[0]}, torch {torch.__version__}")
-    print_table(["rank", "host", "device" if len(set(kinds)) > 1 else device.type.upper(), "network"],
+    print_table(["rank", "local rank", "host", "device" if len(set(kinds)) > 1 else device.type.upper(), "network"],
                 [[rank, *facts] for rank, (_, _, *facts) in enumerate(everyone)])
 
 
