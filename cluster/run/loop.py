@@ -66,7 +66,7 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
         record.used(step.number, session.stop_agreement.of_ranks)
         if evaluator and not stops and record.is_evaluation_due(step.number, args.eval_every):
             record.evaluated(step.number, evaluator.evaluate())
-            stops = session.stop_agreement.agree(step.seconds, of_this_rank)  # an evaluation may take longer than a step
+            stops = session.stop_agreement.agree(step.seconds, of_this_rank)  # an evaluation may take long
         if (text := session.after_step(step.number, stops, is_last)) is not None:
             record.sampled(step.number, text)
         if stops:
