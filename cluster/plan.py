@@ -10,6 +10,7 @@ With --global_batch, --measure plans in the same go. The model is a Llama or any
 
 from ranks import course  # noqa: F401  before step 9's modules
 
+import contextlib
 import json
 import os
 import shlex
@@ -144,9 +145,13 @@ def command(cluster: Cluster, args) -> str:
 
 
 def check_writable(flag: str, path: str) -> None:
-    """Raises UserError where a file can't be written, before measuring or searching for what it is to hold."""
-    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else os.path.dirname(path) or ".", os.W_OK):
-        raise UserError(f"{flag} {path!r} can't be written: choose another path")
+    """Makes the file's folder. Raises UserError where the file can't be written, before what it is to hold is made."""
+    folder = os.path.dirname(path) or "."
+    with contextlib.suppress(OSError):
+        os.makedirs(folder, exist_ok=True)
+        if not os.path.isdir(path) and os.access(path if os.path.exists(path) else folder, os.W_OK):
+            return
+    raise UserError(f"{flag} {path!r} can't be written: choose another path")
 
 
 def main():

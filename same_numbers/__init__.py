@@ -136,7 +136,7 @@ class Recorder:
             raise ValueError(f"steps={steps} records nothing: use 1 or more")
         is_many = dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if is_many else (0, 1)
-        self.optimizer, self.folder = optimizer, pathlib.Path(folder)
+        self.optimizer, self.folder = optimizer, pathlib.Path(folder).absolute()
         self.next, self.last = first_step, first_step + steps - 1
         self.gradient, self.save_gradients = gradient or (lambda param: param.grad), save_gradients
         self.modules = list(model) if isinstance(model, (list, tuple)) else [model]

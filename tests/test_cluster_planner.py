@@ -188,7 +188,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         ([path, "--measure", "x.json"], "one of the two"),
         ([path, "--seq_len", 99], "--seq_len 99, but .* was measured with 16"),
         ([tmp_path / "none.json"], "none.json can't be read .*No such file.*: write it with plan.py --measure"),
-        ([path, "--out", tmp_path / "none" / "plan.json"], "--out '.*' can't be written: choose another path"),
+        ([path, "--out", path / "plan.json"], "--out '.*' can't be written: choose another path"),
         ([path, "--memory_fraction", 2], "more than 0 and at most 1"),
         ([out], "plan.json can't be read .KeyError: 'flags'."),
         ([__file__], "can't be read .JSONDecodeError"),

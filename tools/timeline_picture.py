@@ -110,10 +110,10 @@ def draw(trace_path: str, png_path: str) -> None:
     draw_transfers(axes, spans)
     axes.set_xlabel("seconds")
     axes.spines[["top", "right", "left"]].set_visible(False)
-    kinds = {span.kind for span in computed(spans) + background} | {"bubble", "transfer"}
-    shown = [kind for kind in COLOURS if kind in kinds]
+    shown = sorted({"bubble", "transfer", *(span.kind for span in computed(spans) + background)}, key=[*COLOURS].index)
     figure.legend([Patch(color=COLOURS[kind]) for kind in shown], shown, ncols=len(shown), loc="outside upper left",
                   frameon=False)
+    pathlib.Path(png_path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png_path)
 
 

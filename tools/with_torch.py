@@ -153,6 +153,7 @@ def train(forward_backward, params, mesh, samples, args, device: str = "cpu") ->
     squares = torch.stack([whole(param.grad).square().sum() for param in params]).sum()  # not inside the timed loop
     dist.all_reduce(squares, group=mesh["pp"].get_group())  # stages hold different parameters
     if reports and args.out:
+        pathlib.Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         pathlib.Path(args.out).write_text(json.dumps({**found, "grad_norm": squares.sqrt().item()}))
 
 

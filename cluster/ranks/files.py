@@ -23,7 +23,7 @@ class File:
     def __init__(self, path: str):
         self.path, self.size, self.checksum, self.error, self.file = path, 0, 0, None, None
         with self.keeping_errors():
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             self.file = open(path, "wb", buffering=0)
 
     @contextlib.contextmanager

@@ -42,7 +42,7 @@ def add_run_flags(parser: argparse.ArgumentParser, profile_batch: int) -> None:
                         help="write this step's timeline (0: none; default: %(default)s)")
     parser.add_argument("--equal_shares", action="store_true", help="take all machines as equally fast")
     parser.add_argument("--run_name")
-    parser.add_argument("--log_dir", default=os.path.join(ROOT, "runs"))
+    parser.add_argument("--log_dir", type=os.path.abspath, default=os.path.join(ROOT, "runs"))
     parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
     parser.add_argument("--wandb_project", default="picotron_tutorial")
     parser.add_argument("--wandb_group", help="W&B shows the runs of a group together")

@@ -178,7 +178,8 @@ def read_metrics(folder: str, last: int, *names: str) -> list[str]:
 
 
 def names_before(folder: str) -> list[str]:
-    return sorted(name for name in os.listdir(folder) if fnmatch.fnmatch(name, BEFORE.format("*")))
+    names = os.listdir(folder) if os.path.isdir(folder) else ()  # that of a run which goes on here may be gone
+    return sorted(name for name in names if fnmatch.fnmatch(name, BEFORE.format("*")))
 
 
 def is_of_another_run(folder: str, run_ids: set[str | None]) -> bool:
