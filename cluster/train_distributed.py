@@ -43,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_lora_flags(parser)
     add_data_flags(parser)
     add_flags(parser)
-    add_run_flags(parser, profile_batch=0)
+    add_run_flags(parser)
     add_checkpoint_flags(parser)
     add_local_flags(parser)
     add_replan_flag(parser)

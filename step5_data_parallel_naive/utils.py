@@ -38,6 +38,9 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str):
+        if message.startswith("unrecognized arguments"):  # without what follows the first flag: it may be a password
+            flags = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+            message = f"unrecognized arguments: {flags[0] if flags else 'words that belong to no flag'}"
         raise UserError(f"{message} (--help lists the flags)")
 
 

@@ -142,8 +142,9 @@ def test_no_flag_is_abbreviated():
         import utils
     parser = utils.ArgumentParser()
     parser.add_argument("--password")
-    with pytest.raises(utils.UserError, match="unrecognized arguments: --pa"):
-        parser.parse_args(["--pa", "x"])
+    for words, named in (["--pa", "secret"], "--pa"), (["--pa=secret", "--b"], "--pa"), (["secret"], "words that .*flag"):
+        with pytest.raises(utils.UserError, match=f"unrecognized arguments: {named} .--help lists"):  # and no value
+            parser.parse_args(words)
 
 
 @pytest.mark.slow

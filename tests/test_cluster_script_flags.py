@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import subprocess
 import sys
 
 import pytest
@@ -18,6 +19,7 @@ with modules_of(9):
     from run import flags, loop, speeds
     from utils import UserError
 
+SECRET = "c0rrect-h0rse"
 MADE = argparse.Namespace(model=argparse.Namespace(config=None))
 
 
@@ -51,20 +53,25 @@ def test_without_speeds_the_head_counts_by_its_parameters():
 
 @pytest.fixture
 def parse(monkeypatch):
-    def parse(*flags, module=three_stages):
+    def parse(*flags, module=three_stages, **variables):
+        for name in "BATCH_SIZE", "MICROBATCH_NUM", "PROFILE_BATCH":
+            monkeypatch.setenv(name, variables.get(name, ""))
         monkeypatch.setattr(sys, "argv", ["script.py", *map(str, flags)])
         return module.parse_args()
 
     return parse
 
 
-def test_flags_then_defaults(parse):
+def test_flags_then_environment_then_defaults(parse):
     def found(args):
         return args.batch_size, args.microbatch_num, args.profile_batch, args.train_steps
 
-    assert found(parse()) == (16, 4, 1, None)
-    assert found(parse("--profile_batch", 0)) == (16, 4, 0, None)
-    assert found(parse("--batch_size", 9, "--microbatch_num", 3, "--train_steps", 5)) == (9, 3, 1, 5)
+    assert found(parse(BATCH_SIZE="", MICROBATCH_NUM=" ")) == (16, 4, 0, None)
+    assert found(parse(BATCH_SIZE="6", MICROBATCH_NUM="3", PROFILE_BATCH="-1")) == (6, 3, -1, None)
+    assert found(parse("--batch_size", 9, "--train_steps", 5, BATCH_SIZE="6", MICROBATCH_NUM="3")) == (9, 3, 0, 5)
+    for variable, value in ("BATCH_SIZE", "abc"), ("MICROBATCH_NUM", "0"), ("PROFILE_BATCH", "1.5"):
+        with pytest.raises(UserError, match=f"variable {variable}='{value}' is no number that --{variable.lower()} ta"):
+            parse(**{variable: value})
     for module in (three_stages, train_distributed, single_test):
         assert parse("--dtype", "float64", module=module).dtype == "float64"
 
@@ -82,6 +89,36 @@ def test_errors(parse, module, flags, expected):
         parse(*flags, module=module)
 
 
+@pytest.mark.parametrize("words, kept", [
+    (["--sudo_pass", SECRET, "--train_steps", "5"], ["--train_steps", "5"]),
+    (["--train_steps", "5", f"--sudo_pass={SECRET}"], ["--train_steps", "5"]),
+    (["--sudo_pass", f"--su{SECRET}", "--run_name", "a"], ["--run_name", "a"]),
+    (["--run_name", "a", "--sudo_pass"], ["--run_name", "a"]),
+    (["--sum", "1", "--sudo_passes", "2", "--su=3", "-su"], None),
+])
+def test_a_password_leaves_the_command_line(monkeypatch, capsys, words, kept):
+    """The process starts anew without it. No other flag is dropped, whatever it begins with. One rank warns."""
+    started = []
+    monkeypatch.setattr(three_stages.os, "execv", lambda path, words: started.append(words))
+    monkeypatch.setattr(sys, "argv", ["script.py", *words])
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-u", "script.py", *words])
+    for rank in "0", "1":
+        monkeypatch.setenv("RANK", rank)
+        three_stages.drop_password()
+    assert capsys.readouterr().err.count("warning: --sudo_pass is ignored") == (kept is not None)
+    assert started == ([] if kept is None else [[sys.executable, "-u", "script.py", *kept]] * 2)
+
+
+@pytest.mark.parametrize("words, said", [
+    (["hosts.txt", "--sudo_pas", SECRET, "--", "x.py"], "--sudo_pas: no such flag"),
+    (["hosts.txt", "x.py", SECRET], "write -- before the script"),
+    (["hosts.txt", "--status", "--", "x.py", "--sudo_pass", SECRET], "warning: --sudo_pass is ignored"),
+])
+def test_the_launcher_does_not_show_a_password(words, said):
+    done = subprocess.run([ROOT / "cluster" / "launch_cluster.sh", *words], capture_output=True, text=True)
+    assert done.returncode == 2 and said in done.stderr and SECRET not in done.stdout + done.stderr
+
+
 class Found(Exception):
     """A parser that is about to read a command line."""
 
@@ -89,7 +126,7 @@ class Found(Exception):
 @pytest.mark.parametrize("script", [train_distributed, three_stages, single_test, generate, plan],
                          ids=lambda module: module.__name__)
 def test_every_number_has_a_range(parse, script):
-    """No flag takes what is no number, and none but --profile_batch, where -1 is for none, a negative one."""
+    """No flag takes what is no number, and none a negative one, but --profile_batch where -1 is for none."""
     def stop(self, *_):
         raise Found(self)
 
@@ -102,7 +139,7 @@ def test_every_number_has_a_range(parse, script):
     assert len(flags) > 3
     for flag in flags:
         for value in "nan", "", "x", "-1":
-            if (flag, value) != ("--profile_batch", "-1"):
+            if (script, flag, value) != (three_stages, "--profile_batch", "-1"):
                 with pytest.raises(UserError, match=f"argument .*{flag}"):
                     parser.parse_args([f"{flag}={value}"])
 
@@ -115,13 +152,15 @@ def test_flags_of_adamw(parse):
     assert [len(group["params"]) for group in made.param_groups] == [1]
 
 
-@pytest.mark.parametrize("batch", [-1, 21])
-def test_a_timeline_of_no_step(batch):
-    """Steps count from 1, as in the course."""
-    for step in (0, 1, 20):
-        loop.check_profile_batch(argparse.Namespace(profile_batch=step), 20)
-    with pytest.raises(ValueError, match=f"--profile_batch {batch} is not among the steps 1 to 20.* 0 for none"):
-        loop.check_profile_batch(argparse.Namespace(profile_batch=batch), 20)
+@pytest.mark.parametrize("first, last", [(1, 20), (0, 19)])
+def test_a_timeline_of_no_step(first, last):
+    """Steps count from 1, as in the course, and batches of three_stages_simple_pp.py from 0, as in its ancestor."""
+    for batch in first - 1, first, last:
+        loop.check_profile_batch(argparse.Namespace(profile_batch=batch, first_batch=first), 20)
+    for batch in first - 2, last + 1:
+        with pytest.raises(ValueError, match=f"--profile_batch {batch} is not among the steps {first} to {last}: .* "
+                                             f"{first - 1} for none"):
+            loop.check_profile_batch(argparse.Namespace(profile_batch=batch, first_batch=first), 20)
 
 
 def test_numbers_of_micro_batches(parse, monkeypatch):

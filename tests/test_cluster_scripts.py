@@ -82,7 +82,7 @@ def test_three_stages(trained):
         forward, backward, optimizer, idle, step, memory = map(float, row.split()[2:])
         assert min(forward, backward, optimizer) > 0 and 0.05 < memory < 5
         assert abs(forward + backward + optimizer + idle - step) < 0.3
-    trace = json.loads((folder / "runs3" / "three_stages" / "timeline_batch1_all.json").read_text())
+    trace = json.loads((folder / "runs3" / "three_stages" / "timeline_batch0_all.json").read_text())
     computed = [(event["pid"], event["name"]) for event in trace["traceEvents"] if event.get("cat") == "forward"]
     assert sorted(computed) == [(rank, f"forward {i}") for rank in range(3) for i in range(4)]
     assert not list((folder / "runs3" / "uneven").glob("timeline*"))  # train_distributed.py records none by default

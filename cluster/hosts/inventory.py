@@ -39,10 +39,20 @@ SSH_FAILURES = (  # what ssh says, what it means, what to do
     ("Connection refused", "unreachable host", "it is there, but no ssh server at this port: start sshd, or port=N"),
     ("", "unreachable host", "switch it on, look at cable and network, try: ssh{to} true"),
 )
+WARNING = ("warning: --sudo_pass is ignored, nothing here needs it; never write a password on a command line. What "
+           "started this still shows it to ps, and your shell's history has it: change that password")
 
 
 class UserError(ValueError):
     """A mistake in what the user wrote: the launcher prints the message only. Other errors keep their traceback."""
+
+
+def without_password(words: list[str], warns: bool = True) -> list[str]:
+    """The words of a command line without --sudo_pass and its value. Where it was there, stderr gets a warning."""
+    left = [word for word, before in zip(words, ["", *words]) if "--sudo_pass" not in (word.partition("=")[0], before)]
+    if warns and left != words:
+        print(WARNING, file=sys.stderr, flush=True)
+    return left
 
 
 @dataclasses.dataclass

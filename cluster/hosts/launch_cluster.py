@@ -19,7 +19,7 @@ import detached
 import inventory
 from elastic import Elastic
 from host_facts import PROJECT
-from inventory import ROOT, Host, UserError, home_of, peer, read_hosts, require_elastic
+from inventory import ROOT, Host, UserError, home_of, peer, read_hosts, require_elastic, without_password
 from install import install
 from remote_run import Launch
 
@@ -65,7 +65,10 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--env", type=variable, action="append", default=[], metavar="NAME[=VALUE]",
                         help="a variable for the hosts, more than once for more; nothing else of this environment "
                              "goes, but OMP_NUM_THREADS")
-    args, command = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1:]
+    (args, unknown), command = parser.parse_known_args(sys.argv[1:split]), without_password(sys.argv[split + 1:])
+    if unknown:  # by the first flag's name only: what follows may be a password
+        flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+        parser.error(f"{flags[0]}: no such flag" if flags else "write -- before the script and its arguments")
     if args.what not in (None, "detach") and (
             command or args.install or args.check or args.elastic or args.env):
         parser.error(f"--{args.what} starts nothing: it takes no script, and no flag but hosts.txt")

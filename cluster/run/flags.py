@@ -29,8 +29,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                              "transformers sends float32 between stages: --wire_dtype bfloat16 halves that")
 
 
-def add_run_flags(parser: argparse.ArgumentParser, profile_batch: int) -> None:
-    """Flags of the two scripts that train on all machines together: steps, shares of the work, what a run leaves."""
+def add_run_flags(parser: argparse.ArgumentParser, first_batch: int = 1) -> None:
+    """Flags of the two scripts that train on all machines together: steps, shares of the work, what a run leaves.
+
+    `first_batch`: --profile_batch counts from there on."""
     parser.add_argument("--max_grad_norm", type=zero_or_more_float, default=1.0, help="clip gradients (0: never)")
     parser.add_argument("--weight_decay", type=zero_or_more_float, default=0.01, help="of AdamW (%(default)s)")
     parser.add_argument("--adam_betas", type=betas, default=[0.9, 0.999], metavar="B1,B2",
@@ -38,8 +40,10 @@ def add_run_flags(parser: argparse.ArgumentParser, profile_batch: int) -> None:
     parser.add_argument("--warmup_steps", type=zero_or_more, default=0, help="steps in which the learning rate rises")
     parser.add_argument("--lr_decay", choices=["none", "cosine"], default="none", help="the learning rate after these")
     parser.add_argument("--recompute", action="store_true", help="compute layers again in backward: less memory")
-    parser.add_argument("--profile_batch", type=zero_or_more, default=profile_batch,
-                        help="write this step's timeline (0: none; default: %(default)s)")
+    none = first_batch - 1
+    parser.add_argument("--profile_batch", type=number(int, lambda value: value >= none, f"{none} or more"), default=0,
+                        help=f"write this step's timeline, from {first_batch} on ({none}: none; default: %(default)s)")
+    parser.set_defaults(first_batch=first_batch)
     parser.add_argument("--equal_shares", action="store_true", help="take all machines as equally fast")
     parser.add_argument("--run_name")
     parser.add_argument("--log_dir", type=os.path.abspath, default=os.path.join(ROOT, "runs"))

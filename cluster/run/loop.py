@@ -18,9 +18,10 @@ from utils import UserError
 
 def check_profile_batch(args, num_steps: int) -> None:
     """Raises UserError for a --profile_batch that is no step."""
-    if not 0 <= args.profile_batch <= num_steps:
-        raise UserError(f"--profile_batch {args.profile_batch} is not among the steps 1 to {num_steps}: choose one of "
-                        "them, or 0 for none")
+    first = args.first_batch
+    if not first - 1 <= args.profile_batch < first + num_steps:
+        raise UserError(f"--profile_batch {args.profile_batch} is not among the steps {first} to "
+                        f"{first + num_steps - 1}: choose one of them, or {first - 1} for none")
 
 
 def train(session: Session, batches: Iterator[dict], criterion: Callable, num_steps: int, evaluator: Evaluator | None,
@@ -29,7 +30,7 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
 
     `batches`: this pipeline's, without those that were trained before a resume. The evaluator is used before the first
     step, after the last one, and after every args.eval_every ones; where the run is stopped at such a step, when it is
-    resumed. Writes metrics, and the timeline of step args.profile_batch. In the end rank 0 prints where the
+    resumed. Writes metrics, and the timeline of args.profile_batch. In the end rank 0 prints where the
     time of each rank went. Raises UserError for a loss that is not finite.
     """
     grid, args, (plugin, model, optimizer, scheduler) = pgm.process_group_manager, session.args, session.trained
@@ -44,7 +45,8 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
         record.evaluated(first, evaluator.evaluate())
     for batch in range(first, num_steps):
         record.bar.begin()
-        times.start(batch, batch + 1 == args.profile_batch, plugin.unfinished and plugin.unfinished.began)
+        is_profiled = batch + args.first_batch == args.profile_batch
+        times.start(batch, is_profiled, plugin.unfinished and plugin.unfinished.began)
         torch.manual_seed(args.seed + 1000 * grid.dp_rank + grid.pp_rank + 1_000_000 * batch)  # of dropout
         loss = plugin.execute_pipeline(batches, model, criterion, optimizer)
         with timeline.span("gradient norm"):
@@ -59,8 +61,8 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
         if not math.isfinite(step.loss + step.grad_norm):
             raise UserError(what_went_wrong(step, session))
         record.log(*step)
-        if step.number == args.profile_batch:
-            write_timeline(args, times.clock)
+        if is_profiled:
+            write_timeline(args, times.clock, record.file is not None)
         of_this_rank, is_last = [times.work, *times.used], step.number == num_steps
         stops = session.stop_agreement.agree(step.seconds, of_this_rank)
         record.used(step.number, session.stop_agreement.of_ranks)

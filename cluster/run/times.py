@@ -7,10 +7,12 @@ several trips counts, and between the two comparisons the offset is interpolated
 """
 
 import contextlib
+import copy
 import functools
 import os
 import socket
 import statistics
+import sys
 import time
 from collections import Counter
 from typing import NamedTuple
@@ -120,8 +122,11 @@ def compare_clocks(rounds: int = 10) -> ClockOffset:
     return best or ClockOffset(0, 0, time.perf_counter_ns())
 
 
-def write_timeline(args, before: ClockOffset) -> None:
-    """Writes timeline_batch<N>_all.json on the rank that logs. `before`: the step began. Collective."""
+def write_timeline(args, before: ClockOffset, writes: bool) -> None:
+    """Writes timeline_batch<N>_all.json, as metrics.jsonl: on each disk, by one rank. The rank that logs says so.
+
+    `before`: the step began. `writes`: this rank does. Collective.
+    """
     grid = pgm.process_group_manager
     stem = os.path.join(args.log_dir, args.run_name, f"timeline_batch{args.profile_batch}")
     after = compare_clocks()
@@ -135,8 +140,10 @@ def write_timeline(args, before: ClockOffset) -> None:
         return at + before.offset + round(drift * (at - before.at))
 
     timeline.spans = [span._replace(start=by_rank_0(span.start), end=by_rank_0(span.end)) for span in timeline.spans]
+    (writing := copy.copy(grid)).is_logging_rank = writes
     try:
-        timeline.write(f"{stem}_all.json", grid)
+        with contextlib.redirect_stdout(sys.stdout if grid.is_logging_rank else None):
+            timeline.write(f"{stem}_all.json", writing)
     except OSError as error:
         print(f"the timeline can't be written: {error}", flush=True)
     if grid.is_logging_rank:
