@@ -18,9 +18,9 @@ from models.causal import parts_of
 from models.published import published_weights
 from pipeline_parallel import connect_neighbours
 from pipeline_stage import PipelineStage
-from pipeline_template import PipelineTemplate
+from pipeline_template import PipelineTemplate, Unsupported
 from planning.shares import shares_by_speed
-from ranks.collectives import gather, say
+from ranks.collectives import gather
 from ranks.files import read_json
 from ranks.join import print_banner
 from ranks.lost import FOREVER
@@ -43,23 +43,26 @@ class Facts(NamedTuple):
 
 def make_stage(args, device: torch.device) -> tuple[PipelineStage, object]:
     """This rank's stage, and on home_rank() the tokenizer, else None. Collective. Raises UserError, on all ranks."""
-    is_alone = dist.get_world_size() == 1  # then the files are where it looks for them, and nothing but text is printed
-    found, disks = (None, None) if is_alone else find_checkpoint_of_run(args)
+    found, disks = find_checkpoint_of_run(args)
     facts = from_home(lambda: read_facts(args, found and found.path))
+    if (beams := facts.generation_config and facts.generation_config.num_beams or 1) > 1:
+        raise UserError(f"{facts.base}/generation_config.json asks for a beam search (num_beams {beams}), which works "
+                        "in one process only: start generate.py without torchrun, or set it to 1")
     with pgm.together():
         tokenizer = read_tokenizer(facts.tokenizer) if is_home() else None
     model = make_model(facts, args.dtype)
-    if not is_alone:
-        print_banner(device, model.dtype)
+    print_banner(device, model.dtype)
     free = gather(free_memory(device))
-    template = PipelineTemplate.from_layers_per_stage(model, args.pipelines or layers_by_memory(model, free))
-    grid = pgm.process_group_manager = pgm.ProcessGroupManager([template.num_stages], 1)
-    if not is_alone:
-        say(grid.describe())
+    try:
+        template = PipelineTemplate.from_layers_per_stage(model, args.pipelines or layers_by_memory(model, free))
+    except Unsupported as error:
+        raise UserError(f"{error}. One process writes with it: start generate.py without torchrun") from None
+    pgm.setup_process_group_manager([template.num_stages], 1)
     connect_neighbours()
-    require_memory(model, template, free)
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    require_memory([sum(param.nbytes for param in own.values()) for own in by_stage(template, weights)], free)
     adapters = facts.adapter and share_adapters(model, template, *facts.adapter)
-    stage = PipelineStage(model, template, grid.pp_rank)
+    stage = PipelineStage(model, template, pgm.process_group_manager.pp_rank)
     with pgm.together():
         if found:
             Loader(found, disks, device).weights(stage)
@@ -80,9 +83,6 @@ def read_facts(args, whole: str | None) -> Facts:
         config, generation_config = AutoConfig.from_pretrained(base), None
         with contextlib.suppress(OSError):  # there is none
             generation_config = GenerationConfig.from_pretrained(base)
-    if generation_config and (generation_config.num_beams or 1) > 1:
-        raise UserError(f"{base}/generation_config.json asks for a beam search (num_beams "
-                        f"{generation_config.num_beams}), which generate.py does not make: set it to 1")
     config.output_router_logits = False  # for the loss of a mixture of experts' router
     return Facts(base, tokenizer, config, generation_config,
                  adapter and (adapter, read_json(os.path.join(adapter, ADAPTER_CONFIG), dict)))
@@ -110,10 +110,8 @@ def layers_by_memory(model: torch.nn.Module, free: list[int]) -> list[int]:
     return shares_by_speed(count, [layer / each for each in free], besides=besides)
 
 
-def require_memory(model: torch.nn.Module, template: PipelineTemplate, free: list[int]) -> None:
-    """Raises UserError, on all ranks, where the weights of a stage are more than what its rank has free."""
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    needed = [sum(param.nbytes for param in own.values()) for own in by_stage(template, weights)]
+def require_memory(needed: list[int], free: list[int]) -> None:
+    """Raises UserError, on all ranks, where a rank needs more bytes for its weights than it has free."""
     if any(map(operator.gt, needed, free)):
         listed = ", ".join(f"{host} {need / 1e6:.0f} of {room / 1e6:.0f}"
                            for host, need, room in zip(host_names(machines()), needed, free))
