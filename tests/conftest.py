@@ -69,8 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not (config.option.all_cases or config.option.keyword):
         left_out = not_drawn(items)
         items[:] = [item for item in items if item not in left_out]
-    for item in items:  # of two processes, one runs all tests of a file, and one all that make hosts out of this machine
-        item.add_marker(pytest.mark.xdist_group("hosts" if item.get_closest_marker("hosts") else item.path.stem))
+    for item in items:
         for pattern, mark in ROOMS:
             if match := re.match(pattern, item.path.name):
                 item.add_marker(match.expand(mark))
