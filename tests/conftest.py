@@ -16,6 +16,7 @@ import tempfile
 from collections import defaultdict
 
 import pytest
+from host_facts import available_memory, usable_cores
 from launch import ROOT, STEPS, environment, fork
 
 pytest.register_assert_rewrite("recordings", "families")  # so that their asserts show what they compared
@@ -25,11 +26,20 @@ ROOMS = (  # file name -> mark
     (r"test_(cluster)_", r"\1"),
     (r"test_(tool)_", r"\1s"),
 )
+WORKER_BYTES = 5e9
 NEED_LINUX = r"test_cluster_((elastic_)?launch|limits)\b"  # files that start what a host runs, which is Linux
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="all cases of the tables of which a run draws some")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Without -n: a process for each core, at least two and at most eight, and no more than memory has room for.
+
+    With the ranks of 0.5 GB that a test starts, up to eight of them, it takes up to WORKER_BYTES.
+    """
+    return max(2, int(min(8, usable_cores(), available_memory() / WORKER_BYTES)))
 
 
 def pytest_configure(config: pytest.Config) -> None:
