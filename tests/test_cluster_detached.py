@@ -10,7 +10,7 @@ import stat
 
 import pytest
 from launch import ROOT
-from launcher import Launch, all_gone, eventually, runs, write_hosts
+from launcher import Launch, all_gone, eventually, runs, write_hosts, write_whole
 
 COUNT = r"""
 import os, signal, sys, time
@@ -149,8 +149,8 @@ def test_the_end_of_a_run_is_seen(hosts):
     assert hosts.end("--detach", script=True)[0] == 0
     attached = hosts.launch("--attach")
     assert eventually(lambda: numbers(attached, "a") and numbers(attached, "b"), 20)
-    (hosts.folder / "code1").write_text("3")
-    (hosts.folder / "code0").write_text("0")
+    write_whole(hosts.folder / "code1", "3")
+    write_whole(hosts.folder / "code0", "0")
     for code, text in attached.end(20), hosts.end("--attach"):
         assert code == 1 and "launch_cluster: b (node rank 1) failed first, with exit code 1" in text, text
         assert "launch_cluster: a: its part of the run has ended with code 0" in text, text
