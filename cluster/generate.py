@@ -17,7 +17,7 @@ import argparse
 import os
 
 from inference.talk import write_all
-from run.flags import seed
+from run.flags import check_text, seed
 from train import counts
 from utils import ArgumentParser, UserError, number, one_clear_error, positive_float, positive_int
 
@@ -48,8 +48,8 @@ def parse_args() -> argparse.Namespace:
         raise UserError("name a model: --checkpoint, or --adapter")
     if args.prompt is None and not args.chat:
         raise UserError("write a --prompt, or use --chat")
-    if odd := [prompt for prompt in args.prompt or () if not prompt.isprintable()]:
-        raise UserError(f"--prompt {odd[0]!r} has characters that can't be printed: leave them out")
+    for prompt in args.prompt or ():
+        check_text("--prompt", prompt)
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         args.backend = "gloo"  # NCCL would take memory of the GPU, for nothing
         if args.pipelines:

@@ -26,6 +26,7 @@ from models.causal import Model, function_of
 from ranks.disks import CANT_WRITE, Disks
 from ranks.lost import is_elastic
 from ranks.placement import is_home
+from run.flags import check_text
 from run.live_state import InMemory, PeerLoader, find_in_memory
 from utils import ROOT, UserError, positive_int, zero_or_more
 
@@ -156,8 +157,8 @@ def check_texts(args) -> None:
     if os.path.basename(args.run_name) != args.run_name or args.run_name in ("", ".", ".."):
         raise UserError(f"--run_name {args.run_name!r} becomes a directory's name: use one without slashes")
     for name, value in vars(args).items():
-        if isinstance(value, str) and not value.isprintable():  # bytes that are no UTF-8, line ends
-            raise UserError(f"--{name} {value!r} has characters that can't be printed: leave them out")
+        if isinstance(value, str):
+            check_text(f"--{name}", value)
 
 
 def find_on_disks(wanted: str | None, folder: str, disks: Disks, run_id: str | None) -> tuple[Found | None, bool]:
