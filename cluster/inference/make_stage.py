@@ -69,7 +69,7 @@ def make_stage(args, device: torch.device) -> tuple[PipelineStage, object]:
         else:
             published_weights(local_directory(facts.base, "--checkpoint"))(stage, device)
         if adapters:
-            add_adapters(stage, facts.adapter[1], adapters, device)
+            add_adapters(stage.model, facts.adapter[1], adapters, device)
     stage.model.to(device).eval()
     return stage, tokenizer
 
@@ -126,30 +126,32 @@ def by_stage(template: PipelineTemplate, tensors: dict) -> list[dict]:
 
 
 def share_adapters(model: torch.nn.Module, template: PipelineTemplate, folder: str, config: dict) -> dict:
-    """The adapters of this rank's layers, by their names in peft's file, which home_rank() reads.
-    Collective.
-
-    Raises UserError, on all ranks, where the adapter is not one of this model, or of another kind than LoRA.
-    """
+    """The adapters of this rank's layers, which home_rank() reads. Collective. Raises UserError, on all ranks."""
     parts = None
     with pgm.together():
         if is_home():
-            if config.get("peft_type") != "LORA" or config.get("modules_to_save"):
-                raise UserError(f"{folder} is no plain LoRA adapter: add it to the weights first, by peft's "
-                                "merge_and_unload()")
-            path = os.path.join(folder, ADAPTER)
-            tensors = look_into(path, lambda file: {name.removeprefix("base_model.model."): file.get_tensor(name)
-                                                    for name in file.keys()})
-            whole = inject(copy.deepcopy(model), config, folder).named_parameters()
-            expected = {name.replace(".default.", "."): param.shape for name, param in whole if ".lora_" in name}
-            found = {name: tensor.shape for name, tensor in tensors.items()}
-            if odd := [name for name in {**expected, **found} if expected.get(name) != found.get(name)]:
-                raise UserError(f"{folder} is no adapter for this model: {len(odd)} of its matrices or the model's "
-                                f"have no counterpart, among them {odd[0]}")
-            parts = by_stage(template, tensors)
+            parts = by_stage(template, read_adapters(model, folder, config))
     group, own = dist.new_group(backend="gloo", timeout=FOREVER), [None]
     dist.scatter_object_list(own, parts, src=home_rank(), group=group)
     return own[0]
+
+
+def read_adapters(model: torch.nn.Module, folder: str, config: dict) -> dict[str, torch.Tensor]:
+    """All adapters, by their names in peft's file, for the model on the meta device.
+
+    Raises UserError where the adapter is not one of this model, or of another kind than LoRA.
+    """
+    if config.get("peft_type") != "LORA" or config.get("modules_to_save"):
+        raise UserError(f"{folder} is no plain LoRA adapter: add it to the weights first, by peft's merge_and_unload()")
+    tensors = look_into(os.path.join(folder, ADAPTER), lambda file: {
+        name.removeprefix("base_model.model."): file.get_tensor(name) for name in file.keys()})
+    whole = inject(copy.deepcopy(model), config, folder).named_parameters()
+    expected = {name.replace(".default.", "."): param.shape for name, param in whole if ".lora_" in name}
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    if odd := [name for name in {**expected, **found} if expected.get(name) != found.get(name)]:
+        raise UserError(f"{folder} is no adapter for this model: {len(odd)} of its matrices or the model's have no "
+                        f"counterpart, among them {odd[0]}")
+    return tensors
 
 
 def inject(model: torch.nn.Module, config: dict, folder: str, **changes) -> torch.nn.Module:
@@ -161,12 +163,12 @@ def inject(model: torch.nn.Module, config: dict, folder: str, **changes) -> torc
         return inject_adapter_in_model(PeftConfig.from_peft_type(**{**config, **changes}), model)
 
 
-def add_adapters(stage: PipelineStage, config: dict, adapters: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Adds a stage's adapters to its layers, beside the weights, in float32 or more."""
+def add_adapters(model: torch.nn.Module, config: dict, adapters: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Adds adapters to the layers of a model or of a stage, beside the weights, in float32 or more."""
     names = sorted({name.partition(".lora_")[0] for name in adapters})
-    inject(stage.model, config, "the adapter", target_modules=names, exclude_modules=None, layers_to_transform=None,
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    inject(model, config, "the adapter", target_modules=names, exclude_modules=None, layers_to_transform=None,
            layers_pattern=None)
-    dtype = torch.promote_types(stage.dtype, torch.float32)
-    for name, param in stage.model.named_parameters():
+    for name, param in model.named_parameters():
         if ".lora_" in name:
             param.data = adapters[name.replace(".default.", ".")].to(device, dtype)
