@@ -158,6 +158,24 @@ def test_the_end_of_a_run_is_seen(hosts):
 
 
 @pytest.mark.slow
+def test_a_dead_part_hides_no_living_one(hosts):
+    """Not even one that has started later, by a clock that was ahead then. And it keeps no secret of --env."""
+    assert hosts.end("--detach", script=True)[0] == 0
+    [living] = [path for label, path in hosts.folders().items() if label == "a"]
+    job = json.loads((living / "job.json").read_text())
+    dead = living.parent.parent / "dead" / "a"
+    dead.mkdir(parents=True)
+    (dead / "output").touch()
+    (dead / "job.json").write_text(json.dumps({**job, "id": "dead", "started": job["started"] + 1e6,
+                                               "environment": {"KEY": "c0rrect-h0rse"}}) + "\n")
+    code, text = hosts.end("--status")
+    assert code == 0 and text.count("runs since") == 2, text
+    assert "c0rrect-h0rse" not in (dead / "job.json").read_text() and json.loads((dead / "job.json").read_text())
+    code, text = hosts.end("--stop")
+    assert text.count("saved") == 2 and "a: its part of the run was stopped" in text, text
+    shutil.rmtree(dead.parent)
+
+
 def test_hosts_without_a_part(hosts):
     """A part that can't begin ends the others. Without a host that is away an elastic run begins, and no other."""
     lines = hosts.hosts.read_text()
