@@ -157,7 +157,6 @@ def test_the_end_of_a_run_is_seen(hosts):
     assert "has ended with code 1" in hosts.end("--status")[1]
 
 
-@pytest.mark.slow
 def test_a_dead_part_hides_no_living_one(hosts):
     """Not even one that has started later, by a clock that was ahead then. And it keeps no secret of --env."""
     assert hosts.end("--detach", script=True)[0] == 0
@@ -176,6 +175,7 @@ def test_a_dead_part_hides_no_living_one(hosts):
     shutil.rmtree(dead.parent)
 
 
+@pytest.mark.slow
 def test_hosts_without_a_part(hosts):
     """A part that can't begin ends the others. Without a host that is away an elastic run begins, and no other."""
     lines = hosts.hosts.read_text()
