@@ -39,13 +39,19 @@ LAST = 20  # lines that a follower begins with
 
 # At the far end, in the host's copy of the repository. `folder`: of this host's part of a run.
 
-def is_alive(folder: pathlib.Path) -> bool:
-    with open(folder / "job.json") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
+def is_locked(file, kind: int, tries: int = 1) -> bool:
+    """Whether this process gets the lock, within so many tries of 20 ms."""
+    for again in range(tries):
+        time.sleep(0.02 * bool(again))
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
             return True
     return False
+
+
+def is_alive(folder: pathlib.Path) -> bool:
+    with open(folder / "job.json") as file:
+        return not is_locked(file, fcntl.LOCK_SH)
 
 
 def exit_code(folder: pathlib.Path) -> int:
@@ -60,23 +66,10 @@ def last_lines(file: BinaryIO) -> list[bytes]:
     return file.readlines()[-LAST:]
 
 
-def locked(file, seconds: float) -> bool:
-    """Whether this process has the file for itself, now or within so many seconds."""
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= end:
-                return False
-        time.sleep(0.02)
-
-
 def forget_secrets(folder: pathlib.Path) -> None:
     """Of a part that has ended, however it did: nobody needs the variables of --env any more."""
     with contextlib.suppress(OSError, ValueError), open(folder / "job.json", "r+b") as file:
-        if locked(file, 0.0):
+        if is_locked(file, fcntl.LOCK_EX):
             os.pwrite(file.fileno(), without_secrets(file.read().decode()), 0)
 
 
@@ -86,7 +79,7 @@ def start(job: dict) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     private = os.open(folder / "job.json", os.O_RDWR | os.O_CREAT, 0o600)
     with open(private, "r+") as file, open(folder / "output", "ab") as output:
-        if not locked(file, 1.0):  # a look at it takes a moment; a daemon that runs keeps it
+        if not is_locked(file, fcntl.LOCK_EX, tries=50):  # a daemon has it; a mere look at it takes a moment
             return
         (folder / "code").unlink(missing_ok=True)
         file.truncate()
@@ -131,9 +124,8 @@ def answer(question: dict) -> int:
         with contextlib.suppress(OSError, ValueError):  # of another user of this folder, or just being written
             jobs[file.parent] = json.loads(file.read_text())
     alive = {folder: is_alive(folder) for folder in jobs}
-    for folder in jobs:
-        if not alive[folder] and jobs[folder]["environment"]:
-            forget_secrets(folder)
+    for folder in (folder for folder in jobs if not alive[folder]):
+        forget_secrets(folder)
     # The clocks by which runs have started may have been set since: what is alive comes first.
     folder, state = max(jobs, key=lambda folder: (alive[folder], jobs[folder]["started"]), default=None), {}
     if question["ask"] == "follow":
