@@ -1,4 +1,4 @@
-"""Text from a checkpoint, an adapter, or a causal model in Hugging Face's layout that step 9 can divide.
+"""Text from a checkpoint, an adapter, or any causal model in Hugging Face's layout.
 
     python cluster/generate.py --checkpoint checkpoints/train_distributed --prompt "The state of the union is"
     python cluster/generate.py --adapter checkpoints/my_run --chat
@@ -6,8 +6,9 @@
 
 A path is a run's folder, whose newest checkpoint is taken, or one of its checkpoints. With --adapter the frozen weights
 are those that it was trained beside, or those of --checkpoint. --chat puts what one writes into the tokenizer's chat
-template, and without --prompt asks for one line after another, each an answer to what was said before. Several
-processes divide the model, which none of them need be able to hold: see inference/.
+template, and without --prompt asks for one line after another, each an answer to what was said before. One process
+loads any causal model of transformers whole, Mamba and others without attention too, and writes by its own generate().
+Several divide a model that step 9 can divide, which none of them need be able to hold: see inference/.
 """
 
 from ranks import course  # noqa: F401  before step 9's modules
@@ -16,7 +17,7 @@ import argparse
 import os
 
 from inference.talk import write_all
-from run.flags import seed
+from run.flags import check_text, seed
 from train import counts
 from utils import ArgumentParser, UserError, number, one_clear_error, positive_float, positive_int
 
@@ -47,8 +48,8 @@ def parse_args() -> argparse.Namespace:
         raise UserError("name a model: --checkpoint, or --adapter")
     if args.prompt is None and not args.chat:
         raise UserError("write a --prompt, or use --chat")
-    if odd := [prompt for prompt in args.prompt or () if not prompt.isprintable()]:
-        raise UserError(f"--prompt {odd[0]!r} has characters that can't be printed: leave them out")
+    for prompt in args.prompt or ():
+        check_text("--prompt", prompt)
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         args.backend = "gloo"  # NCCL would take memory of the GPU, for nothing
         if args.pipelines:

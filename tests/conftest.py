@@ -16,6 +16,7 @@ import tempfile
 from collections import defaultdict
 
 import pytest
+from host_facts import available_memory, usable_cores
 from launch import ROOT, STEPS, environment, fork
 
 pytest.register_assert_rewrite("recordings", "families")  # so that their asserts show what they compared
@@ -25,11 +26,20 @@ ROOMS = (  # file name -> mark
     (r"test_(cluster)_", r"\1"),
     (r"test_(tool)_", r"\1s"),
 )
+WORKER_BYTES = 5e9
 NEED_LINUX = r"test_cluster_((elastic_)?launch|limits)\b"  # files that start what a host runs, which is Linux
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="all cases of the tables of which a run draws some")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Without -n: a process for each core, at least two and at most eight, and no more than memory has room for.
+
+    With the ranks of 0.5 GB that a test starts, up to eight of them, it takes up to WORKER_BYTES.
+    """
+    return max(2, int(min(8, usable_cores(), available_memory() / WORKER_BYTES)))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,8 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not (config.option.all_cases or config.option.keyword):
         left_out = not_drawn(items)
         items[:] = [item for item in items if item not in left_out]
-    for item in items:  # of two processes, one runs all tests of a file, and one all that make hosts out of this machine
-        item.add_marker(pytest.mark.xdist_group("hosts" if item.get_closest_marker("hosts") else item.path.stem))
+    for item in items:
         for pattern, mark in ROOMS:
             if match := re.match(pattern, item.path.name):
                 item.add_marker(match.expand(mark))

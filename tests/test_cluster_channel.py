@@ -148,3 +148,14 @@ def test_silent_strangers_block_nobody(listener):
     silent, start = [socket.create_connection(listener.at) for _ in range(100)], time.monotonic()
     assert call(listener.at, TOKEN, {"kind": "who"}) and time.monotonic() - start < 1
     [each.close() for each in silent]
+
+
+def test_a_listener_outlives_a_machine_without_threads(listener, monkeypatch):
+    """Whoever comes then is not answered, and the next one is."""
+    with monkeypatch.context() as patch:
+        def none_left(*_args, **_kwargs):
+            raise RuntimeError("can't start new thread")
+
+        patch.setattr(channel.threading, "Thread", none_left)
+        assert call(listener.at, TOKEN, {"kind": "a"}) is None
+    assert call(listener.at, TOKEN, {"kind": "b"}) == {"heard": "b"}

@@ -10,7 +10,7 @@ import stat
 
 import pytest
 from launch import ROOT
-from launcher import Launch, all_gone, eventually, runs, write_hosts
+from launcher import Launch, all_gone, eventually, runs, write_hosts, write_whole
 
 COUNT = r"""
 import os, signal, sys, time
@@ -149,12 +149,30 @@ def test_the_end_of_a_run_is_seen(hosts):
     assert hosts.end("--detach", script=True)[0] == 0
     attached = hosts.launch("--attach")
     assert eventually(lambda: numbers(attached, "a") and numbers(attached, "b"), 20)
-    (hosts.folder / "code1").write_text("3")
-    (hosts.folder / "code0").write_text("0")
+    write_whole(hosts.folder / "code1", "3")
+    write_whole(hosts.folder / "code0", "0")
     for code, text in attached.end(20), hosts.end("--attach"):
         assert code == 1 and "launch_cluster: b (node rank 1) failed first, with exit code 1" in text, text
         assert "launch_cluster: a: its part of the run has ended with code 0" in text, text
     assert "has ended with code 1" in hosts.end("--status")[1]
+
+
+def test_a_dead_part_hides_no_living_one(hosts):
+    """Not even one that has started later, by a clock that was ahead then. And it keeps no secret of --env."""
+    assert hosts.end("--detach", script=True)[0] == 0
+    [living] = [path for label, path in hosts.folders().items() if label == "a"]
+    job = json.loads((living / "job.json").read_text())
+    dead = living.parent.parent / "dead" / "a"
+    dead.mkdir(parents=True)
+    (dead / "output").touch()
+    (dead / "job.json").write_text(json.dumps({**job, "id": "dead", "started": job["started"] + 1e6,
+                                               "environment": {"KEY": "c0rrect-h0rse"}}) + "\n")
+    code, text = hosts.end("--status")
+    assert code == 0 and text.count("runs since") == 2, text
+    assert "c0rrect-h0rse" not in (dead / "job.json").read_text() and json.loads((dead / "job.json").read_text())
+    code, text = hosts.end("--stop")
+    assert text.count("saved") == 2 and "a: its part of the run was stopped" in text, text
+    shutil.rmtree(dead.parent)
 
 
 @pytest.mark.slow

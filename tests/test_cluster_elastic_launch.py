@@ -15,7 +15,7 @@ import host_run
 import pytest
 import torch
 from launch import ROOT, modules_of
-from launcher import Launch, all_gone, eventually, write_hosts
+from launcher import Launch, all_gone, eventually, write_hosts, write_whole
 
 with modules_of(9):
     from ranks import lost
@@ -151,8 +151,7 @@ def test_a_process_that_fails_is_started_anew_alone(tools, tmp_path):
     assert says(run, r"'hosts': \['a', 'b'], 'port': 29500, 'host': 1, .* 'nproc': 1"), "a host keeps its place"
     for words in map(lambda path: path.read_bytes(), pathlib.Path("/proc").glob("[0-9]*/cmdline")):
         assert b"'token" not in words and b'"token' not in words
-    (tmp_path / "new_code").write_text("2")
-    (tmp_path / "new_code").rename(tmp_path / "code")
+    write_whole(tmp_path / "code", "2")
     code, text = run.end()
     assert code == 2 and re.search("launch_cluster: [ab] .* failed first, with exit code 2", text), text
     assert re.search("    process [01] of this host has ended with exit code 2\n$", text), text

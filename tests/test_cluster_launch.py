@@ -87,10 +87,10 @@ def test_nothing_outlives_a_run(tools, tmp_path):
     """Not after Ctrl-C, nor where the launcher, a torchrun or a worker is killed. And the first failure is
     not that of a rank which complains of a lost peer."""
     (tmp_path / "fail.py").write_text(FAIL)
-    lines, runs = three(tools), {}
+    hosts, runs = write_hosts(tmp_path, *three(tools)), {}
     for how in ("ctrl-c", "killed launcher", "killed torchrun", "killed worker"):  # five runs at the same time
-        runs[how] = Launch(write_hosts(tmp_path, *lines), "--", tools / "sleep.py", tools=tools)
-    fails = Launch(write_hosts(tmp_path, *lines), "--", tmp_path / "fail.py", tools=tools)
+        runs[how] = Launch(hosts, "--", tools / "sleep.py", tools=tools)
+    fails = Launch(hosts, "--", tmp_path / "fail.py", tools=tools)
     [run.pids() for run in runs.values()]
     os.killpg(runs["ctrl-c"].process.pid, signal.SIGINT)
     runs["killed launcher"].process.kill()

@@ -53,12 +53,12 @@ def scalars(folder, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in curves(folder).Scalars(name)]
 
 
-def a_record(folder, start: int = 0, num_steps: int = 4, last: Commit | None = None) -> Record:
+def a_record(folder, start: int = 0, num_steps: int = 4, last: Commit | None = None, branches: bool = False) -> Record:
     """Of one rank, whose disk is its own."""
-    args = argparse.Namespace(log_dir=str(folder), run_name="run", use_wandb=False)
+    args = argparse.Namespace(log_dir=str(folder), run_name="run", use_wandb=False, run_id="0123")
     grid = types.SimpleNamespace(is_logging_rank=True, world_size=1, topology={})
     before = {"log_dir": str(folder), "run_name": "run"} if start else {}
-    return Record(args, grid, Disks(str(folder), needs_room=last is None), num_steps, 100, start, before, last)
+    return Record(args, grid, Disks(str(folder), needs_room=last is None), num_steps, 100, start, before, branches, last)
 
 
 def log(record: Record, *steps: int) -> None:
@@ -208,3 +208,28 @@ def test_without_rows_of_its_own_a_run_says_so(world_of_one, tmp_path, capsys):
     assert "the metrics of the steps up to 1 are on none of these hosts" in capsys.readouterr().out
     assert len((tmp_path / "run.1" / "metrics.jsonl").read_text().splitlines()) == 1
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
+
+
+def test_a_run_in_progress_keeps_its_rows(world_of_one, tmp_path):
+    """Whoever would go on in its folder is refused before anything there has another name."""
+    first = a_record(tmp_path)
+    log(first, 1, 2)
+    for branches in False, True:
+        with pytest.raises(ValueError, match="a run in progress writes"):
+            a_record(tmp_path, 1, branches=branches)
+    log(first, 3)
+    first.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()] == [1, 2, 3]
+
+
+def test_a_branch_leaves_what_it_does_not_go_on_from(world_of_one, tmp_path):
+    """--resume RUN/step_00000001: rows, evaluations and curves of later steps stay beside, in run.1."""
+    log(record := a_record(tmp_path), 1, 2, 3)
+    record.evaluated(3, 2.0)
+    record.close()
+    log(record := a_record(tmp_path, 1, branches=True), 2)
+    record.close()
+    for folder, steps in ("run.1", [1, 2, 3]), ("run", [1, 2]):
+        assert [json.loads(line)["step"] for line in (tmp_path / folder / "metrics.jsonl").open()] == steps
+        assert scalars(tmp_path / folder, "loss") == [(step, 5.0 - step) for step in steps]
+    assert (tmp_path / "run.1" / EVALUATIONS).read_text() and not (tmp_path / "run" / EVALUATIONS).exists()

@@ -38,9 +38,9 @@ def pickle(path) -> None:
 KINDS = {  # name -> what is done to the model, what the error has where it is trained, and in generate.py
     "fp8, scales beside": (lambda path: quantize(path, torch.float8_e4m3fn), "(torch.float8_e4m3fn)", "is quantized"),
     "int8, scales beside": (lambda path: quantize(path, torch.int8), "is quantized (torch.int8)", "is quantized"),
-    "a .bin": (pickle, "pytorch_model.bin, tokenizer.json", "pytorch_model.bin, tokenizer.json"),
+    "a .bin": (pickle, "pytorch_model.bin, tokenizer.json", None),  # transformers reads it, without running its code
     "a .bin in parts": (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin.index.json"),
-                        "pytorch_model.bin.index.json, tokenizer.json", "pytorch_model.bin.index.json, tokenizer.json"),
+                        "pytorch_model.bin.index.json, tokenizer.json", "can't be loaded"),
     "no head": (lambda path: change(path, "lm_head.weight"), "no weights for final_proj.weight", "lm_head.weight"),
     "a pointer": (lambda path: (path / "model.safetensors").write_text(POINTER), "Git LFS pointer", "Git LFS pointer"),
     "a tokenizer's pointer": (lambda path: (path / "tokenizer.json").write_text(POINTER), "tokenizer.json is a Git LFS",

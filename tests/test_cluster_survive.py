@@ -156,7 +156,7 @@ def test_a_signal_before_and_after_there_is_something_to_lose(signals, monkeypat
     assert signals.wait(2) and not codes
     signals.ready = False
     os.kill(os.getpid(), signal.SIGINT)
-    assert within(2, lambda: codes == [0]) and "stopped before the training began" in capsys.readouterr().out
+    assert within(2, lambda: codes == [130]) and "stopped before the training began" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("error, code", [(ValueError("a fault"), 2), (UserError("a mistake"), None),

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import re
 import shutil
 import socket
@@ -17,22 +18,24 @@ from processes import eventually
 with modules_of(9):
     import generate
     from hosts.host_facts import ASKS
-    from inference import make_stage, stages
+    from inference import make_stage
 
 SCRIPT, CPU = ROOT / "cluster" / "generate.py", ["--device", "cpu"]
 PROMPTS = ["The state of the union is", "We", "It was the best of times, it was the worst of times;", "And", "Why not"]
 NEW = 24
 LLAMA = dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=96, initializer_range=0.3, head_dim=8)
-KINDS = {  # of transformers -> configuration, layers of the stages
+KINDS = {  # of transformers -> configuration, layers of the stages; None: step 9 can't divide it, one process writes
     "llama": (LLAMA, "3,2,1"),
     "gpt2": (dict(vocab_size=1024, n_embd=32, n_layer=6, n_head=4, n_positions=96, initializer_range=0.3), "1,2,3"),
     "gemma2": (dict(LLAMA, sliding_window=8, query_pre_attn_scalar=8, tie_word_embeddings=False), "1,1,4"),
     "qwen3_next": (dict(LLAMA, layer_types=["linear_attention", "full_attention"] * 3, linear_num_value_heads=2,
                         linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4,
                         num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16), "2,2,2"),
+    "mamba2": (dict(vocab_size=1024, hidden_size=32, state_size=8, num_hidden_layers=3, num_heads=8, head_dim=8,
+                    n_groups=2), None),
 }
-QUICK = ("gpt2", "gemma2")  # beside "llama" in the other tests
+QUICK = ("gpt2", "gemma2", "mamba2")  # beside "llama" in the other tests
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +89,9 @@ def in_one_process(path, adapter=None, **settings) -> str:
                                   for kind in KINDS])
 def test_the_texts_of_one_process(folder, kind):
     """Greedy, five prompts of unlike length at once, longer than the windows of attention."""
-    path = model_of(folder, kind)
-    done = write(3, "--checkpoint", path, "--pipelines", KINDS[kind][1], *prompts(), "--max_new_tokens", NEW)
+    path, layers = model_of(folder, kind), KINDS[kind][1]
+    done = write(3 if layers else 1, "--checkpoint", path, *(("--pipelines", layers) if layers else ()), *prompts(),
+                 "--max_new_tokens", NEW)
     assert texts(done) == in_one_process(path)
     assert len(set(texts(done)[-60:])) > 10, "a model that repeats one word would hide a wrong position"
 
@@ -100,6 +104,19 @@ def test_drawn_texts(folder):
     assert together == in_one_process(path, do_sample=True, temperature=0.9, top_p=0.8) != in_one_process(path)
     assert together.startswith(texts(write(2, *words, *prompts(PROMPTS[:1]))))
     assert together == write(1, *words, *prompts()).stdout
+
+
+def beams_of(folder):
+    """The Llama, whose file asks for a beam search."""
+    beams = shutil.copytree(model_of(folder, "llama"), folder / "beams", dirs_exist_ok=True)
+    (beams / "generation_config.json").write_text('{"num_beams": 4}')
+    return beams
+
+
+def test_a_beam_search(folder):
+    path = beams_of(folder)
+    done = write(1, "--checkpoint", path, *prompts(), "--max_new_tokens", NEW)
+    assert done.stdout == in_one_process(path) != in_one_process(folder / "llama")
 
 
 def adapter_of(folder, kind: str, **settings):
@@ -125,6 +142,9 @@ def test_an_adapter_beside_the_weights(folder):
     done = write(3, "--checkpoint", path, "--adapter", adapter, "--pipelines", "1,2,3", *prompts(),
                  "--max_new_tokens", NEW)
     assert texts(done) == in_one_process(path, adapter) != in_one_process(path)
+    path, adapter = model_of(folder, "mamba2"), adapter_of(folder, "mamba2", target_modules=["in_proj"])
+    done = write(1, "--checkpoint", path, "--adapter", adapter, *prompts(), "--max_new_tokens", NEW)
+    assert done.stdout == in_one_process(path, adapter) != in_one_process(path)
 
 
 def on_disks(folder, ranks: int, *words, **options):
@@ -159,13 +179,17 @@ def test_layers_by_memory(monkeypatch):
 def test_flags_that_do_not_go_together(monkeypatch):
     for ranks, words, message in (
             (1, ["--prompt", "We", "--pipelines", "6"], "divides the model among several processes"),
-            (1, ["--prompt", "We\n"], "has characters that can't be printed"), (1, ["--prompt", "We"], "name a model"),
+            (1, ["--prompt", "We\x1b[31m"], "has control characters"), (1, ["--prompt", "We"], "name a model"),
             (1, ["--adapter", "a"], "write a --prompt, or use --chat")):
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
         model = [] if "name" in message else ["--checkpoint", "model"]
         monkeypatch.setattr(sys, "argv", ["generate.py", *model, *words])
         with pytest.raises(ValueError, match=message):
             generate.parse_args()
+    prompts = ["We must\ngo", "a\tb", "Allez\u00a0!", "\u3000a", "a\u200db"]  # as people write
+    words = [word for prompt in prompts for word in ("--prompt", prompt)]
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", "model", *words])
+    assert generate.parse_args().prompt == prompts
 
 
 TEMPLATE = ("{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '\n' }}{% endfor %}"
@@ -188,24 +212,29 @@ def test_a_chat_remembers_its_turns_as_far_as_there_is_room(monkeypatch, tmp_pat
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "tiny_llama")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(tmp_path)
+    torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(vocab_size=1024, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                 num_attention_heads=2, max_position_embeddings=100)).save_pretrained(tmp_path)
-    asked, said, write = [], [], stages.Writer.write
+                                 num_attention_heads=2, max_position_embeddings=100,
+                                 initializer_range=0.3)).save_pretrained(tmp_path)
+    asked, said, seen, write = [], [], [], LlamaForCausalLM.generate
 
-    def listen(writer, prompts, count, show):
-        write(writer, prompts, count, show)
-        for prompt, ids in zip(prompts, writer.sequences):
-            asked.append(tokenizer.decode(prompt))
-            said.append(tokenizer.decode(ids[len(prompt):], skip_special_tokens=True))
+    def listen(model, input_ids, **settings):
+        seen.append(capsys.readouterr().out)
+        out = write(model, input_ids, **settings)
+        seen.append(capsys.readouterr().out)
+        asked.append(tokenizer.decode(input_ids[0]))
+        said.append(tokenizer.decode(out[0, input_ids.shape[1]:], skip_special_tokens=True))
+        return out
 
-    monkeypatch.setattr(stages.Writer, "write", listen)
+    monkeypatch.setattr(LlamaForCausalLM, "generate", listen)
     monkeypatch.setitem(sys.modules, "inference.make_stage", make_stage)  # where a Facts is unpickled
     monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(tmp_path), "--chat", "--device", "cpu",
                                       "--max_new_tokens", "8"])
     lines = [f"Question {i}" + " word" * 99 * (i == 2) for i in range(10)]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n\n".join(lines).encode())))
     generate.main()
-    assert len(asked) == 9 and asked[0] == "<user>Question 0\n<assistant>" and "not answered" in capsys.readouterr().out
+    assert len(asked) == 9 and asked[0] == "<user>Question 0\n<assistant>" and "not answered" in "".join(seen)
+    assert any(seen[1::2]), "words are printed while the model writes"
     assert asked[1:3] == [f"{asked[i]}{said[i]}\n<user>Question {1 + 2 * i}\n<assistant>" for i in range(2)]
     assert "Question 0\n" not in asked[-1] and asked[-1].endswith(f"{said[-2]}\n<user>Question 9\n<assistant>")
 
@@ -255,11 +284,20 @@ def test_a_rank_that_is_lost_in_a_chat(chatty, tmp_path):
     (2, ["--chat", "--prompt", "We"], "has no chat template"),
     (2, ["--checkpoint", "{beams}", "--prompt", "We"], "asks for a beam search (num_beams 4)"),
     (3, ["--checkpoint", "{qwen3_next}", "--prompt", "We", "--pipelines", "1,2,3"], "has none of attention"),
+    (2, ["--checkpoint", "{mamba2}", "--prompt", "We"], "One process writes with it: start generate.py without"),
+    (1, ["--prompt", "We", "--adapter", "{gpt2}"], "is no adapter for this model"),
+    (1, ["--prompt", "We", "--adapter", "{deeper}"], "is no adapter for this model: 70 of its matrices"),
+    (1, ["--checkpoint", "{large}", "--prompt", "We"], "not enough memory for the weights (needed of free MB: "),
 ])
 def test_mistakes(folder, ranks, words, message):
-    beams = shutil.copytree(model_of(folder, "llama"), folder / "beams", dirs_exist_ok=True)
-    (beams / "generation_config.json").write_text('{"num_beams": 4}')
-    names = {"gpt2": adapter_of(folder, "gpt2"), "qwen3_next": model_of(folder, "qwen3_next"), "beams": beams}
+    deeper = shutil.copytree(adapter_of(folder, "llama"), folder / "deeper", dirs_exist_ok=True)
+    config = json.loads((deeper / "adapter_config.json").read_text())
+    (deeper / "adapter_config.json").write_text(json.dumps({**config, "layers_to_transform": [1]}))
+    large = shutil.copytree(model_of(folder, "llama"), folder / "large", dirs_exist_ok=True)
+    config = json.loads((large / "config.json").read_text())
+    (large / "config.json").write_text(json.dumps({**config, "vocab_size": 10**12}))
+    names = {"large": large, "gpt2": adapter_of(folder, "gpt2"), "beams": beams_of(folder), "deeper": deeper,
+             **{kind: model_of(folder, kind) for kind in ("qwen3_next", "mamba2")}}
     done = write(ranks, "--checkpoint", model_of(folder, "llama"), "--max_new_tokens", NEW,
                  *(word.format(**names) for word in words), check=False)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr

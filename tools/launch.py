@@ -30,7 +30,8 @@ sys.path.append(str(ROOT / "tests" / "support"))  # tools that compare with Hugg
 PROXIES = {f"{name}_proxy" for name in ("http", "https", "all", "no")}  # a test must not find a way to the Hub
 # macOS has no affinity.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-SLOTS = max(4, 2 * CORES)  # so many ranks of forked jobs run at the same time, or one larger job
+SLOTS = max(4, 2 * CORES // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))  # so many ranks of forked jobs run
+# at the same time, or one larger job: of this process, which may be one of several that run tests
 
 
 class Help(argparse.RawDescriptionHelpFormatter):

@@ -28,7 +28,7 @@ from typing import BinaryIO
 from check_hosts import Contact
 from elastic import RETRY, Elastic
 from host_facts import MARK, print_rows
-from host_run import BEGUN, ROOT, UNHEARD, watch
+from host_run import BEGUN, ROOT, UNHEARD, watch, without_secrets
 from inventory import Host, UserError
 from remote_run import NEVER, Launch, Run, far_end, say
 
@@ -39,13 +39,19 @@ LAST = 20  # lines that a follower begins with
 
 # At the far end, in the host's copy of the repository. `folder`: of this host's part of a run.
 
-def is_alive(folder: pathlib.Path) -> bool:
-    with open(folder / "job.json") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
+def is_locked(file, kind: int, tries: int = 1) -> bool:
+    """Whether this process gets the lock, within so many tries of 20 ms."""
+    for again in range(tries):
+        time.sleep(0.02 * bool(again))
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
             return True
     return False
+
+
+def is_alive(folder: pathlib.Path) -> bool:
+    with open(folder / "job.json") as file:
+        return not is_locked(file, fcntl.LOCK_SH)
 
 
 def exit_code(folder: pathlib.Path) -> int:
@@ -60,15 +66,20 @@ def last_lines(file: BinaryIO) -> list[bytes]:
     return file.readlines()[-LAST:]
 
 
+def forget_secrets(folder: pathlib.Path) -> None:
+    """Of a part that has ended, however it did: nobody needs the variables of --env any more."""
+    with contextlib.suppress(OSError, ValueError), open(folder / "job.json", "r+b") as file:
+        if is_locked(file, fcntl.LOCK_EX):
+            os.pwrite(file.fileno(), without_secrets(file.read().decode()), 0)
+
+
 def start(job: dict) -> None:
     """Starts the daemon, unless it runs, and waits until it has started the script. Raises OSError."""
     folder = pathlib.Path(job["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     private = os.open(folder / "job.json", os.O_RDWR | os.O_CREAT, 0o600)
     with open(private, "r+") as file, open(folder / "output", "ab") as output:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not is_locked(file, fcntl.LOCK_EX, tries=50):  # a daemon has it; a mere look at it takes a moment
             return
         (folder / "code").unlink(missing_ok=True)
         file.truncate()
@@ -102,7 +113,7 @@ class Follower:
 
 
 def answer(question: dict) -> int:
-    """What the launcher asks about this host's newest part of the `run`, where "*" stands for any run. To "look",
+    """What the launcher asks about this host's part of the `run`, one that is alive or else the newest, where "*" stands for any run. To "look",
     "start" and "stop" the answer is a line of JSON, {} where there is no part. It has the job with its token, for a
     launcher that starts the part of another host."""
     if "job" in question:
@@ -112,7 +123,11 @@ def answer(question: dict) -> int:
     for file in files:
         with contextlib.suppress(OSError, ValueError):  # of another user of this folder, or just being written
             jobs[file.parent] = json.loads(file.read_text())
-    folder, state = max(jobs, key=lambda folder: jobs[folder]["started"], default=None), {}
+    alive = {folder: is_alive(folder) for folder in jobs}
+    for folder in (folder for folder in jobs if not alive[folder]):
+        forget_secrets(folder)
+    # The clocks by which runs have started may have been set since: what is alive comes first.
+    folder, state = max(jobs, key=lambda folder: (alive[folder], jobs[folder]["started"]), default=None), {}
     if question["ask"] == "follow":
         is_there = folder and (is_alive(folder) or not question["again"])
         return watch(Follower(folder)) if is_there else NO_PART
@@ -149,8 +164,10 @@ def ending(code: int) -> str:
 
 
 def newest(parts: dict[str, dict]) -> dict | None:
-    """The job of the newest run, by the clock of the machine on which it was typed."""
-    return max((part["job"] for part in parts.values() if "job" in part), key=lambda job: job["started"], default=None)
+    """The job of a run that is alive, or else the newest, by the clock of the machine on which it was typed."""
+    part = max((part for part in parts.values() if "job" in part), default=None,
+               key=lambda part: (part["is_alive"], part["job"]["started"]))
+    return part and part["job"]
 
 
 def status(hosts: list[Host], path: str) -> int:

@@ -1,3 +1,3 @@
-"""Text from a model that is divided over the stages of a pipeline."""
+"""Text from a model, in one process or divided over the stages of a pipeline."""
 
 from ranks import course  # noqa: F401  step 9 is on the path from here on

@@ -18,9 +18,9 @@ from models.causal import parts_of
 from models.published import published_weights
 from pipeline_parallel import connect_neighbours
 from pipeline_stage import PipelineStage
-from pipeline_template import PipelineTemplate
+from pipeline_template import PipelineTemplate, Unsupported
 from planning.shares import shares_by_speed
-from ranks.collectives import gather, say
+from ranks.collectives import gather
 from ranks.files import read_json
 from ranks.join import print_banner
 from ranks.lost import FOREVER
@@ -43,30 +43,33 @@ class Facts(NamedTuple):
 
 def make_stage(args, device: torch.device) -> tuple[PipelineStage, object]:
     """This rank's stage, and on home_rank() the tokenizer, else None. Collective. Raises UserError, on all ranks."""
-    is_alone = dist.get_world_size() == 1  # then the files are where it looks for them, and nothing but text is printed
-    found, disks = (None, None) if is_alone else find_checkpoint_of_run(args)
+    found, disks = find_checkpoint_of_run(args)
     facts = from_home(lambda: read_facts(args, found and found.path))
+    if (beams := facts.generation_config and facts.generation_config.num_beams or 1) > 1:
+        raise UserError(f"{facts.base}/generation_config.json asks for a beam search (num_beams {beams}), which works "
+                        "in one process only: start generate.py without torchrun, or set it to 1")
     with pgm.together():
         tokenizer = read_tokenizer(facts.tokenizer) if is_home() else None
     model = make_model(facts, args.dtype)
-    if not is_alone:
-        print_banner(device, model.dtype)
+    print_banner(device, model.dtype)
     free = gather(free_memory(device))
-    template = PipelineTemplate.from_layers_per_stage(model, args.pipelines or layers_by_memory(model, free))
-    grid = pgm.process_group_manager = pgm.ProcessGroupManager([template.num_stages], 1)
-    if not is_alone:
-        say(grid.describe())
+    try:
+        template = PipelineTemplate.from_layers_per_stage(model, args.pipelines or layers_by_memory(model, free))
+    except Unsupported as error:
+        raise UserError(f"{error}. One process writes with it: start generate.py without torchrun") from None
+    pgm.setup_process_group_manager([template.num_stages], 1)
     connect_neighbours()
-    require_memory(model, template, free)
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    require_memory([sum(param.nbytes for param in own.values()) for own in by_stage(template, weights)], free)
     adapters = facts.adapter and share_adapters(model, template, *facts.adapter)
-    stage = PipelineStage(model, template, grid.pp_rank)
+    stage = PipelineStage(model, template, pgm.process_group_manager.pp_rank)
     with pgm.together():
         if found:
             Loader(found, disks, device).weights(stage)
         else:
             published_weights(local_directory(facts.base, "--checkpoint"))(stage, device)
         if adapters:
-            add_adapters(stage, facts.adapter[1], adapters, device)
+            add_adapters(stage.model, facts.adapter[1], adapters, device)
     stage.model.to(device).eval()
     return stage, tokenizer
 
@@ -80,9 +83,6 @@ def read_facts(args, whole: str | None) -> Facts:
         config, generation_config = AutoConfig.from_pretrained(base), None
         with contextlib.suppress(OSError):  # there is none
             generation_config = GenerationConfig.from_pretrained(base)
-    if generation_config and (generation_config.num_beams or 1) > 1:
-        raise UserError(f"{base}/generation_config.json asks for a beam search (num_beams "
-                        f"{generation_config.num_beams}), which generate.py does not make: set it to 1")
     config.output_router_logits = False  # for the loss of a mixture of experts' router
     return Facts(base, tokenizer, config, generation_config,
                  adapter and (adapter, read_json(os.path.join(adapter, ADAPTER_CONFIG), dict)))
@@ -110,10 +110,8 @@ def layers_by_memory(model: torch.nn.Module, free: list[int]) -> list[int]:
     return shares_by_speed(count, [layer / each for each in free], besides=besides)
 
 
-def require_memory(model: torch.nn.Module, template: PipelineTemplate, free: list[int]) -> None:
-    """Raises UserError, on all ranks, where the weights of a stage are more than what its rank has free."""
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    needed = [sum(param.nbytes for param in own.values()) for own in by_stage(template, weights)]
+def require_memory(needed: list[int], free: list[int]) -> None:
+    """Raises UserError, on all ranks, where a rank needs more bytes for its weights than it has free."""
     if any(map(operator.gt, needed, free)):
         listed = ", ".join(f"{host} {need / 1e6:.0f} of {room / 1e6:.0f}"
                            for host, need, room in zip(host_names(machines()), needed, free))
@@ -128,30 +126,32 @@ def by_stage(template: PipelineTemplate, tensors: dict) -> list[dict]:
 
 
 def share_adapters(model: torch.nn.Module, template: PipelineTemplate, folder: str, config: dict) -> dict:
-    """The adapters of this rank's layers, by their names in peft's file, which home_rank() reads.
-    Collective.
-
-    Raises UserError, on all ranks, where the adapter is not one of this model, or of another kind than LoRA.
-    """
+    """The adapters of this rank's layers, which home_rank() reads. Collective. Raises UserError, on all ranks."""
     parts = None
     with pgm.together():
         if is_home():
-            if config.get("peft_type") != "LORA" or config.get("modules_to_save"):
-                raise UserError(f"{folder} is no plain LoRA adapter: add it to the weights first, by peft's "
-                                "merge_and_unload()")
-            path = os.path.join(folder, ADAPTER)
-            tensors = look_into(path, lambda file: {name.removeprefix("base_model.model."): file.get_tensor(name)
-                                                    for name in file.keys()})
-            whole = inject(copy.deepcopy(model), config, folder).named_parameters()
-            expected = {name.replace(".default.", "."): param.shape for name, param in whole if ".lora_" in name}
-            found = {name: tensor.shape for name, tensor in tensors.items()}
-            if odd := [name for name in {**expected, **found} if expected.get(name) != found.get(name)]:
-                raise UserError(f"{folder} is no adapter for this model: {len(odd)} of its matrices or the model's "
-                                f"have no counterpart, among them {odd[0]}")
-            parts = by_stage(template, tensors)
+            parts = by_stage(template, read_adapters(model, folder, config))
     group, own = dist.new_group(backend="gloo", timeout=FOREVER), [None]
     dist.scatter_object_list(own, parts, src=home_rank(), group=group)
     return own[0]
+
+
+def read_adapters(model: torch.nn.Module, folder: str, config: dict) -> dict[str, torch.Tensor]:
+    """All adapters, by their names in peft's file, for the model on the meta device.
+
+    Raises UserError where the adapter is not one of this model, or of another kind than LoRA.
+    """
+    if config.get("peft_type") != "LORA" or config.get("modules_to_save"):
+        raise UserError(f"{folder} is no plain LoRA adapter: add it to the weights first, by peft's merge_and_unload()")
+    tensors = look_into(os.path.join(folder, ADAPTER), lambda file: {
+        name.removeprefix("base_model.model."): file.get_tensor(name) for name in file.keys()})
+    whole = inject(copy.deepcopy(model), config, folder).named_parameters()
+    expected = {name.replace(".default.", "."): param.shape for name, param in whole if ".lora_" in name}
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    if odd := [name for name in {**expected, **found} if expected.get(name) != found.get(name)]:
+        raise UserError(f"{folder} is no adapter for this model: {len(odd)} of its matrices or the model's have no "
+                        f"counterpart, among them {odd[0]}")
+    return tensors
 
 
 def inject(model: torch.nn.Module, config: dict, folder: str, **changes) -> torch.nn.Module:
@@ -163,12 +163,12 @@ def inject(model: torch.nn.Module, config: dict, folder: str, **changes) -> torc
         return inject_adapter_in_model(PeftConfig.from_peft_type(**{**config, **changes}), model)
 
 
-def add_adapters(stage: PipelineStage, config: dict, adapters: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Adds a stage's adapters to its layers, beside the weights, in float32 or more."""
+def add_adapters(model: torch.nn.Module, config: dict, adapters: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Adds adapters to the layers of a model or of a stage, beside the weights, in float32 or more."""
     names = sorted({name.partition(".lora_")[0] for name in adapters})
-    inject(stage.model, config, "the adapter", target_modules=names, exclude_modules=None, layers_to_transform=None,
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    inject(model, config, "the adapter", target_modules=names, exclude_modules=None, layers_to_transform=None,
            layers_pattern=None)
-    dtype = torch.promote_types(stage.dtype, torch.float32)
-    for name, param in stage.model.named_parameters():
+    for name, param in model.named_parameters():
         if ".lora_" in name:
             param.data = adapters[name.replace(".default.", ".")].to(device, dtype)

@@ -17,6 +17,7 @@ import process_group_manager as pgm
 from hosts.host_facts import ASKS
 from inference.make_stage import make_stage
 from inference.stages import Writer
+from inference.whole import WholeModel
 from ranks.join import meet
 from ranks.lost import FOREVER, is_lost_peer
 from ranks.placement import from_home, home_rank, is_home
@@ -30,10 +31,15 @@ Talk = list[dict[str, str]]  # messages, as a chat template takes them
 def write_all(args) -> None:
     """What generate.py does. Collective. Raises UserError, also where another rank is lost."""
     device, _ = meet(args)
-    stage, tokenizer = make_stage(args, device)
-    writer = Writer(stage, device, drawing(args), args.seed, dist.new_group(backend="gloo", timeout=FOREVER))
-    watch_peers()
-    writer.drawing["eos_token_id"] = ends(stage.model, tokenizer)
+    settings = drawing(args), args.seed, dist.new_group(backend="gloo", timeout=FOREVER)
+    if dist.get_world_size() == 1:
+        writer = WholeModel(args, device, *settings)
+        model, tokenizer = writer.model, writer.tokenizer
+    else:
+        stage, tokenizer = make_stage(args, device)
+        model, writer = stage.model, Writer(stage, device, *settings)
+        watch_peers()
+    writer.drawing["eos_token_id"] = ends(model, tokenizer)
     asked = talks(args, writer.config, tokenizer)
     try:
         while write(args, writer, tokenizer, asked):
@@ -48,7 +54,7 @@ def write_all(args) -> None:
     dist.destroy_process_group()
 
 
-def write(args, writer: Writer, tokenizer, asked: Iterator) -> bool:
+def write(args, writer: Writer | WholeModel, tokenizer, asked: Iterator) -> bool:
     """Goes on with the next of the talks() that are `asked` on home_rank(), which prints one token by token, and
     several at the end. False where there are no more. Collective. Raises UserError, on all ranks, as talks() does."""
     from transformers import TextStreamer

@@ -10,13 +10,14 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 from ranks.sockets import set_limit
 
-LIMIT = 1 << 20  # bytes of a message
+LIMIT, AT_ONCE = 1 << 20, 256  # bytes of a message; connections that a listener serves at the same time
 NO_ANSWER = OSError, EOFError, ValueError, AuthenticationError
 
 
@@ -74,7 +75,7 @@ class Listener:
 
     def __init__(self, token: bytes, answer: Callable, address: str):
         self.address = address if address.startswith("127.") else ""  # else a name may stand for 127.0.1.1 here
-        self.token, self.answer = token, answer
+        self.token, self.answer, self.places = token, answer, threading.BoundedSemaphore(AT_ONCE)
         self.port = self.listen(0)
 
     def listen(self, port: int) -> int:
@@ -84,11 +85,19 @@ class Listener:
         return server.getsockname()[1]
 
     def accept(self, server: socket.socket) -> None:
+        """For good: where threads or file descriptors are short, and while AT_ONCE are served, the next ones wait."""
         while True:
-            with contextlib.suppress(OSError):
+            self.places.acquire()
+            try:
                 sock, _ = server.accept()
                 threading.Thread(target=self.serve, args=[sock], daemon=True).start()
+            except (OSError, RuntimeError):
+                self.places.release()
+                time.sleep(0.1)
 
     def serve(self, sock: socket.socket) -> None:
-        with contextlib.suppress(*NO_ANSWER), authenticated(sock, self.token, False, 2.0) as connection:
-            send(connection, self.answer(receive(connection), connection))
+        try:
+            with contextlib.suppress(*NO_ANSWER), authenticated(sock, self.token, False, 2.0) as connection:
+                send(connection, self.answer(receive(connection), connection))
+        finally:
+            self.places.release()

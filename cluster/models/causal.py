@@ -28,6 +28,10 @@ from utils import UserError, default_learning_rate, load_config, read_config
 POSITIVE_INTEGERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "num_key_value_heads", "head_dim", "max_position_embeddings")
 WEIGHTS = re.compile(r"\.(safetensors|bin|pth?|gguf|h5|msgpack)(\.index\.json)?$")  # in whichever format
+# Fields of a configuration that do not change what a model computes from its weights.
+WORDS_ONLY = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache", "model_type",
+              "initializer_range", "bos_token_id", "eos_token_id", "id2label", "label2id", "quantization_config",
+              "output_attentions", "output_hidden_states", "return_dict", "tokenizer_class", "pretraining_tp"}
 OVERRIDES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
@@ -168,13 +172,22 @@ def make_llama(config, seed: int, device: torch.device, dtype: torch.dtype) -> L
     return model
 
 
+def fields_of(model: nn.Module) -> dict:
+    """The configuration of a model, ours or one of transformers."""
+    return vars(model.config) if isinstance(model, Llama) else model.config.to_dict()
+
+
+def function_of(model: nn.Module) -> dict:
+    """The fields of its configuration that say what the model computes, as JSON has them."""
+    return json.loads(json.dumps({name: value for name, value in fields_of(model).items() if name not in WORDS_ONLY},
+                                 default=str))
+
+
 def config_file(model: nn.Module, dtype: torch.dtype) -> dict[str, bytes]:
     """The content of config.json, by that name, for a model whose activations are of `dtype`."""
-    is_ours = isinstance(model, Llama)
-    fields = vars(model.config) if is_ours else model.config.to_dict()
+    kind = "LlamaForCausalLM" if isinstance(model, Llama) else type(model).__name__
     master_dtype = torch.promote_types(dtype, torch.float32)  # of the parameters
-    config = {**fields, "architectures": ["LlamaForCausalLM" if is_ours else type(model).__name__],
-              "dtype": str(master_dtype).removeprefix("torch.")}
+    config = {**fields_of(model), "architectures": [kind], "dtype": str(master_dtype).removeprefix("torch.")}
     config.pop("quantization_config", None)  # the published weights' own
     return {"config.json": json.dumps(config, indent=2).encode()}
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from hosts.host_facts import STOPS_WITHIN
-from ranks.lost import is_elastic
 
 UNKNOWN = 600.0  # seconds that a stop may take where no step was measured yet, and while the last checkpoint is written
 
@@ -43,11 +42,11 @@ class Signals:
         threading.Thread(target=self.run, daemon=True).start()
 
     def run(self) -> None:
-        while os.read(self.noted, 64):
+        while numbers := os.read(self.noted, 64):
             self.asked = True
             if not self.ready:
                 print("stopped before the training began", flush=True)
-                os._exit(is_elastic())
+                os._exit(128 + numbers[0])  # an agent starts it anew, as after any failure
 
     def wait(self, seconds: float) -> bool:
         """Whether a signal has come, or comes in time."""

@@ -2,13 +2,16 @@
 
 import argparse
 import os
+import re
 from collections.abc import Callable
 
 import torch
 
 from models.lora import fraction
-from utils import ROOT, number, positive_float, positive_int, zero_or_more, zero_or_more_float
+from utils import ROOT, UserError, number, positive_float, positive_int, zero_or_more, zero_or_more_float
 
+# Those of terminals, but for line ends and tabs; and surrogates, which stand for bytes that are no UTF-8.
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]|\r(?!\n)")
 seed = number(int, lambda value: 0 <= value < 1 << 40, "from 0 to 2^40 - 1")
 
 
@@ -50,6 +53,12 @@ def add_run_flags(parser: argparse.ArgumentParser, first_batch: int = 1) -> None
     parser.add_argument("--use_wandb", action="store_true", help="online when logged in, offline otherwise")
     parser.add_argument("--wandb_project", default="picotron_tutorial")
     parser.add_argument("--wandb_group", help="W&B shows the runs of a group together")
+
+
+def check_text(flag: str, text: str) -> None:
+    """Raises UserError for control characters other than line ends and tabs, which would do something to a terminal."""
+    if CONTROL.search(text):
+        raise UserError(f"{flag} {text!r} has control characters, or bytes that are no text: leave them out")
 
 
 def betas(text: str) -> list[float]:

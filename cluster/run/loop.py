@@ -36,7 +36,7 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
     grid, args, (plugin, model, optimizer, scheduler) = pgm.process_group_manager, session.args, session.trained
     first = session.start.step
     record = Record(args, grid, session.start.disks, num_steps, plugin.global_batch_size * args.seq_len,
-                    first, session.start.flags, session.commit)
+                    first, session.start.flags, session.start.branches, session.commit)
     session.generation.at_end.callback(record.leave)
     if first >= num_steps:
         has_made_all(session, num_steps)

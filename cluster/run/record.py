@@ -13,6 +13,7 @@ A run that goes on adds a file, whose curves go on after the step that it goes o
 """
 
 import contextlib
+import fcntl
 import fnmatch
 import glob
 import json
@@ -30,6 +31,7 @@ from ranks.files import Rows, replace
 from ranks.placement import machines
 from ranks.progress import Bar
 from run.times import ABSENT, USED
+from utils import UserError
 
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluation.jsonl"
 KEPT = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "evaluation_loss", "perplexity")  # as curves
@@ -49,52 +51,79 @@ class Step(NamedTuple):
 class Record:
     """A RunLogger that goes on after step `start`, and the same rows on the other disks. All ranks make one together.
 
-    `before`: the flags of the run that it goes on from, {} of a new one; like `args`, with its run_id. `last`: the
-    Commit of step `start`, where the ranks have it in memory; its row is written where none has written it.
+    `before`: the flags of the run that it goes on from, {} of a new one; like `args`, with its run_id. `branches`: this
+    is another run than that. `last`: the Commit of step `start`, where the ranks have it in memory; its row is written
+    where none has written it.
     """
 
     def __init__(self, args, grid, disks: Disks, num_steps: int, tokens_per_step: int, start: int, before: dict,
-                 last=None):
+                 branches: bool = False, last=None):
         self.folder = folder = os.path.join(args.log_dir, args.run_name)
+        self.tokens_per_step, self.num_steps = tokens_per_step, num_steps
         disks = Disks(folder, CANT_WRITE, needs_room=last is None, group=disks.group)  # not those of checkpoints
         is_logging = disks.gather(grid.is_logging_rank)
-        writes = grid.is_logging_rank or disks.leads and not any(is_logging[rank] for rank in disks.mine.ranks)
-        rows, evaluations, before = [], [], before or vars(args)
-        source = os.path.join(before["log_dir"], before["run_name"])  # what goes on may have had another name
-        run_ids = {flags.get("run_id") for flags in (vars(args), before)}
-        with disks.together():
-            if start and writes and not is_of_another_run(source, run_ids):
-                rows = read_metrics(source, start, *names_before(source), METRICS)
-                evaluations = read_metrics(source, start, EVALUATIONS)
-                if rows and os.path.realpath(source) == os.path.realpath(folder):  # room for a new metrics.jsonl
-                    name = BEFORE.format(len(names_before(folder)))  # which needs no room on a full disk
-                    with contextlib.suppress(FileNotFoundError):
-                        os.rename(os.path.join(folder, METRICS), os.path.join(folder, name))
-        rows, evaluations = (max(disks.gather(each), key=len) if start else [] for each in (rows, evaluations))
+        self.writes = grid.is_logging_rank or disks.leads and not any(is_logging[rank] for rank in disks.mine.ranks)
+        has_rows, rows, evaluations = self.collect(args, before or vars(args), start, disks)
         if last and (not rows or json.loads(rows[-1])["step"] < start):
             rows = [*rows, json.dumps({**last._asdict(), "trained_tokens": start * tokens_per_step}) + "\n"]
         self.evaluated_before = {json.loads(row)["step"] for row in evaluations}
+        if args.use_wandb:  # one run of W&B for all parts of this one
+            os.environ.setdefault("WANDB_RUN_ID", args.run_id)
+            os.environ.setdefault("WANDB_RESUME", "allow")
+        self.file = self.board = None
         with disks.together():
-            self.logger, self.tokens_per_step = RunLogger(args, grid, num_steps, tokens_per_step), tokens_per_step
+            if has_rows and not branches:
+                self.make_room()
+            self.logger = RunLogger(args, grid, num_steps, tokens_per_step)  # which takes the folder for this run
             self.logger.memory = torch.tensor(peak_memory_gb())  # of this rank, until a step takes that of all
-            self.file = self.board = None
-            if writes:
-                self.board = Board(folder, start, [*rows, *evaluations])
-                file = self.logger.metrics if grid.is_logging_rank else open_metrics(folder)
-                self.file = self.logger.metrics = Rows(file.name, file)
-                if not grid.is_logging_rank:
-                    with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
-                        json.dump({**vars(args), "topology": grid.topology}, file, indent=2)
-                elif start and not rows:
-                    print(f"the metrics of the steps up to {start} are on none of these hosts", flush=True)
-                self.file.write("".join(rows))
-                self.forget_before()
-                self.evaluations = Rows(os.path.join(folder, EVALUATIONS))
-                with contextlib.suppress(*[OSError] * (last is not None)):
-                    if evaluations or os.path.exists(self.evaluations.name):  # those of later steps are made again
-                        replace(self.evaluations.name, "".join(evaluations))
-        self.bar, self.num_steps = Bar(grid.is_logging_rank, start, num_steps), num_steps
+            if self.writes:
+                self.write(args, grid, rows, evaluations, start, is_in_memory=last is not None)
+        self.bar = Bar(grid.is_logging_rank, start, num_steps)
         self.hosts = " | ".join(f"rank {rank}: {host}" for rank, (host, _) in enumerate(machines()))
+
+    def collect(self, args, before: dict, start: int, disks: Disks) -> tuple[bool, list[str], list[str]]:
+        """Whether this run's folder has rows of the run that it goes on from, which may have had another name; and that
+        run's rows up to step `start`, metrics and evaluations, of the disk with most of them. Only reads. Collective.
+        """
+        source, rows, evaluations = os.path.join(before["log_dir"], before["run_name"]), [], []
+        with disks.together():
+            if start and self.writes and not is_of_another_run(source, {args.run_id, before.get("run_id")}):
+                rows = read_metrics(source, start, *names_before(source), METRICS)
+                evaluations = read_metrics(source, start, EVALUATIONS)
+        has_rows = bool(rows) and os.path.realpath(source) == os.path.realpath(self.folder)
+        return has_rows, *(max(disks.gather(each), key=len) if start else [] for each in (rows, evaluations))
+
+    def make_room(self) -> None:
+        """Gives this run's old metrics.jsonl another name, once nobody else writes there; that needs no room on a full
+        disk. Raises UserError, as open_metrics does, where a run in progress has it."""
+        with contextlib.suppress(FileNotFoundError), open(os.path.join(self.folder, METRICS)) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise UserError(f"a run in progress writes to {self.folder} ({error.strerror}): choose another "
+                                "--run_name or --log_dir") from None
+            os.rename(file.name, os.path.join(self.folder, BEFORE.format(len(names_before(self.folder)))))
+
+    def write(self, args, grid, rows: list[str], evaluations: list[str], start: int, is_in_memory: bool) -> None:
+        """Writes what is known of the steps before, and opens the files for those that follow."""
+        self.board = Board(self.folder, start, [*rows, *evaluations])
+        file = self.logger.metrics if grid.is_logging_rank else open_metrics(self.folder)
+        self.file = self.logger.metrics = Rows(file.name, file)
+        if not grid.is_logging_rank:
+            with open(os.path.join(self.folder, "config.json"), "w", encoding="utf-8") as file:
+                json.dump({**vars(args), "topology": grid.topology}, file, indent=2)
+        elif start and not rows:
+            print(f"the metrics of the steps up to {start} are on none of these hosts", flush=True)
+        self.file.write("".join(rows))
+        self.forget_before()
+        self.evaluations = Rows(os.path.join(self.folder, EVALUATIONS))
+        with contextlib.suppress(*[OSError] * is_in_memory):
+            if evaluations or os.path.exists(self.evaluations.name):  # those of later steps are made again
+                replace(self.evaluations.name, "".join(evaluations))
+        if self.logger.enabled and self.logger.wandb:  # an offline run is a folder by itself, which needs them all
+            for row in sorted(map(json.loads, [*rows, *evaluations]), key=lambda row: row["step"]):
+                if row["step"] >= self.logger.wandb.step:
+                    self.logger.wandb.log(row, step=row["step"])
 
     def forget_before(self) -> None:
         """Once all rows are in metrics.jsonl."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from checkpoints.save import Checkpointer
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
+from models.causal import function_of
 from models.published import read_tokenizer_files
 from ranks.collectives import say, wait_for_all
 from ranks.lost import NEWCOMER, PATIENCE, MembershipChanged, is_elastic
@@ -51,7 +52,8 @@ class Session:
     def __init__(self, args, start: Start, generation, made, loader, trained: Trained, tokenizer: str, read: dict,
                  steps_per_epoch: int | None):
         self.args, self.start, self.generation, self.trained = args, start, generation, trained
-        self.names, self.read, self.steps_per_epoch = made.names, read, steps_per_epoch
+        self.names, self.function, self.read, self.steps_per_epoch = (
+            made.names, function_of(made.model), read, steps_per_epoch)
         self.global_batch = trained.plugin.global_batch_size
         self.source = start.found.path if start.found else made.source
         self.step, self.commit = start.step, start.memory and start.memory.commit
@@ -81,7 +83,7 @@ class Session:
         """What state.json says of the run after a step."""
         args, batch = self.args, self.global_batch
         return {"tokens": step * batch * args.seq_len, "seed": args.seed,
-                "global_batch": batch, "seq_len": args.seq_len, "names": self.names,
+                "global_batch": batch, "seq_len": args.seq_len, "names": self.names, "model": self.function,
                 "flags": {name: value for name, value in vars(args).items() if not callable(value)},
                 "topology": pgm.process_group_manager.topology, "run_id": self.start.run_id, "data": self.read}
 

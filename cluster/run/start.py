@@ -1,7 +1,7 @@
 """What a run begins with: its folder, and the state of training that it goes on from.
 
     start = find_start(args, generation)     by all ranks together, before any rank has weights
-    start.check(args, names, batch)          do the flags of this run fit to that state?
+    start.check(args, made, batch)           do the flags of this run fit to that state?
     start.clear_folder()                     checkpoints that the run does not go on from get another name
     start.loader(held, device)               gives a stage its weights, and an optimizer its state
 
@@ -22,9 +22,11 @@ import torch.distributed as dist
 from checkpoints.files import STATE, name_of_step, step_of, write_state
 from checkpoints.folder import Lock, move_aside
 from checkpoints.resume import Found, Loader, find_checkpoint, read_states, run_of
+from models.causal import Model, function_of
 from ranks.disks import CANT_WRITE, Disks
 from ranks.lost import is_elastic
 from ranks.placement import is_home
+from run.flags import check_text
 from run.live_state import InMemory, PeerLoader, find_in_memory
 from utils import ROOT, UserError, positive_int, zero_or_more
 
@@ -75,7 +77,7 @@ class Start:
         """Those of the run that it goes on from; {} of a new run."""
         return self.found.state["flags"] if self.found else {}
 
-    def check(self, args, names: list[str], global_batch: int) -> None:
+    def check(self, args, made: Model, global_batch: int) -> None:
         """Raises UserError where a resumed run has another model, or would read other samples than before."""
         if self.found is None:
             return
@@ -88,9 +90,15 @@ class Start:
             if flag in self.flags and self.flags[flag] != value:
                 raise UserError(f"{self.found.path} was saved with --{flag} {self.flags[flag]}, but this run has "
                                 f"{value}: give the same")
-        if unlike := sorted({*names} ^ {*self.found.state["names"]}):
+        if unlike := sorted({*made.names} ^ {*self.found.state["names"]}):
             raise UserError(f"{self.found.path} is of another model: {len(unlike)} parameters are in one of the two "
                             f"only, among them {unlike[0]}")
+        saved, function = self.found.state.get("model", {}), function_of(made.model)
+        both = sorted(saved.keys() & function.keys())  # another version of transformers may know others
+        if unlike := [f"{field} {saved[field]}, now {function[field]}" for field in both
+                      if saved[field] != function[field]]:
+            raise UserError(f"{self.found.path} was saved by a model that computes something else: {'; '.join(unlike)}: "
+                            "give the same --model_name and sizes as before")
 
     def clear_folder(self) -> None:
         """Keeps under another name what this run does not go on from: checkpoints of other runs, and later ones.
@@ -149,8 +157,8 @@ def check_texts(args) -> None:
     if os.path.basename(args.run_name) != args.run_name or args.run_name in ("", ".", ".."):
         raise UserError(f"--run_name {args.run_name!r} becomes a directory's name: use one without slashes")
     for name, value in vars(args).items():
-        if isinstance(value, str) and not value.isprintable():  # bytes that are no UTF-8, line ends
-            raise UserError(f"--{name} {value!r} has characters that can't be printed: leave them out")
+        if isinstance(value, str):
+            check_text(f"--{name}", value)
 
 
 def find_on_disks(wanted: str | None, folder: str, disks: Disks, run_id: str | None) -> tuple[Found | None, bool]:

@@ -83,7 +83,7 @@ def train_together(args, plugin: SamplesPlugin, made: Model, start: Start, gener
                    rebalancer: Rebalancer) -> None:
     """All machines make each step together."""
     tokenizer, vocab_size = args.model_name or TINY_LLAMA, made.model.config.vocab_size
-    start.check(args, made.names, plugin.global_batch_size)
+    start.check(args, made, plugin.global_batch_size)
     data = Data(args, tokenizer, vocab_size, plugin.global_batch_size, args.max_steps, args.max_steps_per_epoch)
     require_same_data(start.found, args, tokenizer, vocab_size, data.read)
     num_steps = args.max_steps or args.epochs * data.train.steps_per_epoch

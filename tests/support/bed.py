@@ -1,7 +1,10 @@
 """The test bed tools/testbed.sh from Python: three hosts node0, node1 and node2 on this machine."""
 
+import fcntl
+import os
 import pathlib
 import subprocess
+import tempfile
 
 import pytest
 
@@ -46,11 +49,16 @@ def processes() -> set[str]:
 
 @pytest.fixture(scope="module")
 def bed():
-    """Three fresh hosts for the tests of a module; skips them where this machine can't have any (no root, say)."""
-    for command in ("down", "up"):
-        done = testbed(command, check=False)
-        if done.returncode == 2:
-            pytest.skip(done.stderr.strip())
-        assert done.returncode == 0, done.stderr
-    yield
-    testbed("down")
+    """Three fresh hosts for the tests of a module; skips them where this machine can't have any (no root, say).
+
+    There is one bed: another process that runs tests of another module waits until it is down.
+    """
+    with open(f"{tempfile.gettempdir()}/{NAME}.{os.getuid()}", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for command in ("down", "up"):
+            done = testbed(command, check=False)
+            if done.returncode == 2:
+                pytest.skip(done.stderr.strip())
+            assert done.returncode == 0, done.stderr
+        yield
+        testbed("down")

@@ -53,9 +53,14 @@ def make_tools(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
+def write_whole(path: pathlib.Path, text: str) -> pathlib.Path:
+    """Another process that reads the file meanwhile, or waits for it, sees none of the text or all of it."""
+    path.with_suffix(".new").write_text(text)
+    return path.with_suffix(".new").replace(path)
+
+
 def write_hosts(folder: pathlib.Path, *lines: str) -> pathlib.Path:
-    (folder / "hosts.txt").write_text("\n".join(lines) + "\n")
-    return folder / "hosts.txt"
+    return write_whole(folder / "hosts.txt", "\n".join(lines) + "\n")
 
 
 class Launch(Command):

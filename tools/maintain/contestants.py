@@ -1,7 +1,15 @@
-"""The contestants of `measure_course.py speed`: our steps and what they are compared with."""
+"""The contestants of measure_course.py: our steps and what they are compared with, their start and their results."""
 
+import json
+import pathlib
+import subprocess
+import sys
 from typing import NamedTuple
 
+from launch import ROOT, STEPS, metrics
+from turns import Program
+
+TOKENS_A_STEP = 4096
 BASELINE = "step 3, one process"
 
 
@@ -106,3 +114,51 @@ GROUPS = {
     ],
 }
 RUNS = {run.name: run for runs in GROUPS.values() for run in runs}
+
+
+def make_tokens(folder: str, num_tokens: int) -> str:
+    """The file of token ids that the loader of step 3 caches: ours find it there, the peers read it."""
+    program = ("import sys; sys.path.insert(0, sys.argv[1]); from dataloader import encode_to_file; "
+               "print(encode_to_file('sotu', sys.argv[2], int(sys.argv[3]), sys.argv[4]))")
+    arguments = [STEPS["3"], f"{folder}/model", num_tokens, f"{folder}/token_cache"]
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.splitlines()[-1]
+
+
+def start(run: Run, folder: str, tokens: str, steps: int, **variables: str) -> Program:
+    """`variables`: of the environment."""
+    words = ["--model_name", f"{folder}/model"]
+    if run.step is None:
+        kind, *flags = run.flags.split()
+        return Program(run.name, run.ranks, ROOT / "tools/maintain/peers.py", kind, *words, "--tokens", tokens, "--out",
+                       f"{folder}/{run.name}.json", "--steps", steps, *flags, **variables)
+    return Program(run.name, run.ranks, STEPS[str(run.step)] / "train.py", *words, "--log_dir", folder,
+                   "--run_name", run.name, "--seq_len", 128, "--learning_rate", 3e-4, "--max_grad_norm", 0,
+                   "--max_tokens", steps * TOKENS_A_STEP, *run.flags.split(), **variables)
+
+
+def read_results(run: Run, folder: str) -> dict:
+    """{"losses": [one a step], "seconds": [one a step], "memory_gb": at the peak, "grad_norm": the last step's}"""
+    if run.step is None:
+        return json.loads(pathlib.Path(folder, f"{run.name}.json").read_text())
+    rows = metrics(folder, run.name)
+    return {"losses": [row["loss"] for row in rows], "seconds": [row["step_seconds"] for row in rows],
+            "memory_gb": rows[-1]["memory_gb"], "grad_norm": rows[-1]["grad_norm"]}
+
+
+def check_losses(results: dict[str, dict], of_loss: float = 1e-5, of_norm: float = 1e-4,
+                 of_compiled: float = 10) -> None:
+    """Exits where two runs did not do the same work. Compiled runs, whose sums are reordered, are allowed more.
+
+    AdamW hardly sees the scale of gradients, and so the losses don't: their norm must agree too.
+    """
+    reference = next(iter(results.values()))
+    for name, result in results.items():
+        reordered = of_compiled if "compile" in name else 1
+        worst = max(abs(a - b) for a, b in zip(reference["losses"], result["losses"], strict=True))
+        if not worst <= of_loss * reordered:  # a NaN is no agreement
+            sys.exit(f"error: the losses of {name!r} are off by {worst:.1e}: not the same work, nothing to compare")
+        norms = result["grad_norm"], reference["grad_norm"]
+        if not abs(norms[0] / norms[1] - 1) <= of_norm * reordered:
+            sys.exit(f"error: the gradient norm of {name!r} is {norms[0]:.6f} and not {norms[1]:.6f}: "
+                     "not the same work, nothing to compare")

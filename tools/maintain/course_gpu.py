@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 
-from contestants import Run
+from contestants import Run, check_losses, make_tokens, read_results, start
 from make_tiny_llama import resized
 from turns import keep, table, take_turns, times_as_fast
 
@@ -56,8 +56,6 @@ def gpu(args) -> None:
 
 def measure(folder: str, args) -> dict[str, dict]:
     """Of each contestant by name: the seconds of a step, turn by turn, and the GB at the peak."""
-    from measure_course import check_losses, make_tokens, read_results, start
-
     shape, num_tokens = SHAPES[args.shape]
     size, rate = num_tokens // args.seq_len, 0.05 / shape.get("hidden_size", 128)  # Adam's (muP, Yang et al. 2022)
     both = f"--seq_len {args.seq_len} --learning_rate {rate} --device {args.device} --dtype bfloat16"
