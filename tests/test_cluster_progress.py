@@ -1,16 +1,19 @@
-"""What a run tells of itself: evaluations and samples in the files that it leaves, also where a disk is full."""
+"""What a run tells of itself: evaluations and samples in the files that it leaves, also where a disk is full; and bars
+of what takes long."""
 
 import argparse
 import contextlib
 import json
 import math
 import os
+import re
 import subprocess
 import types
 
 import pytest
 
-from launch import modules_of
+from checkpoint_runs import SIZES, write_corpus, write_model
+from launch import MODELS, modules_of
 
 with modules_of(9):
     from ranks import course  # noqa: F401  before step 9's modules
@@ -106,3 +109,39 @@ def test_without_rows_of_its_own_a_run_says_so(world_of_one, tmp_path, capsys):
     assert "the metrics of the steps up to 1 are on none of these hosts" in capsys.readouterr().out
     assert len((tmp_path / "run.1" / "metrics.jsonl").read_text().splitlines()) == 1
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
+
+
+SCREEN = """
+import atexit, io, os
+from ranks import progress
+progress.DELAY, out = 0, sys.argv.pop(1)
+sys.stdout = sys.stderr = screen = io.StringIO()
+screen.isatty = lambda: True
+atexit.register(lambda: open(out + os.environ["RANK"], "w", newline="").write(screen.getvalue()))
+"""
+WORK = {  # script -> its flags, and the names of the bars
+    "plan.py": (["--measure", "{}/cluster.json", "--measure_seconds", 1, "--num_hidden_layers", 2, "--seq_len", 16],
+                ["measuring memory", "measuring speed", "measuring links"]),
+    "train_distributed.py": (["--model_name", "{}/model", "--dataset_name", "{}/corpus", "--max_steps", 1, "--seq_len",
+                              16, "--equal_shares", "--pipelines", "2,2", "--log_dir", "{}", "--checkpoint_dir", "{}"],
+                             ["encoding", "loading weights"]),
+    "generate.py": (["--checkpoint", "{}/model", "--prompt", "We"], ["loading weights"]),
+}
+
+
+@pytest.mark.parametrize("script", WORK)
+def test_bars_on_a_terminal_alone(run_code, tmp_path, script):
+    """Each has the work's name, and is gone when that ends. Of what all ranks do at once, the first one shows it."""
+    sizes = {**SIZES, "vocab_size": 1024}
+    write_model(tmp_path / "model", "llama", "float32", **sizes)
+    write_corpus(tmp_path)
+    words, bars = WORK[script]
+    words = [str(word).format(tmp_path) for word in words] + ["--device", "cpu"]
+    for kind in "xterm", "dumb":
+        run_code("cluster", 2 - (script == "generate.py"), SCREEN, tmp_path / kind, *words, then=script,
+                 env={"TERM": kind, "XDG_CACHE_HOME": str(tmp_path / f"cache of {kind}")}, modules=MODELS)
+        seen = (tmp_path / f"{kind}0").read_bytes().decode()
+        for bar in bars:
+            assert re.search(rf"\r{bar}: .*\r +\r", seen) if kind == "xterm" else bar not in seen, f"{bar}: {seen!r}"
+    if script != "generate.py":
+        assert bars[-1] not in (tmp_path / "xterm1").read_bytes().decode()
