@@ -4,7 +4,10 @@ An `ssh` that runs its command here takes the place of the true one. Its hosts a
 test's own in which pip notes what it is asked to install.
 """
 
+import contextlib
+import os
 import pathlib
+import pty
 import re
 import shlex
 import subprocess
@@ -97,6 +100,23 @@ exec /bin/sh""".replace("OLD", str(old)).replace("NONE", str(none))))
     assert errors["offline"] == "no network for pip: ERROR: No matching distribution found for torch"
     assert errors["full"].endswith("[Errno 28] No space left on device")
     assert errors["bare"].endswith("write python=DIR/.venv/bin/python")
+
+
+def test_seconds_on_a_terminal(run, tmp_path):
+    """In a line that goes on until all is installed, and is gone then."""
+    terminal, other_end = pty.openpty()
+    hosts = write_hosts(tmp_path, host_line(tmp_path, "a", "Successfully installed torch-2.13.0\n"))
+    launch = subprocess.Popen([ROOT / "cluster" / "launch_cluster.sh", hosts, "--install"], stdout=other_end,
+                              stderr=other_end, env={**os.environ, "PYTHON": sys.executable, "TERM": "xterm",
+                                                     "PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    os.close(other_end)
+    seen = b""
+    with contextlib.suppress(OSError):  # it has ended
+        while part := os.read(terminal, 1 << 16):
+            seen += part
+    assert launch.wait(60) == 0 and re.search(rb"\x1b\[K0 s: \d+ MB and packages for a\r", seen), seen
+    seen = re.sub(r"[^\r\n]*\r\x1b\[K", "|", seen.decode().replace("\r\n", "\n"))
+    assert re.fullmatch(r"\|+a \| copied \d+ files to .*\n\|+a \| Successfully installed torch.*\n\|+", seen), seen
 
 
 def test_variables_reach_pip_and_no_list_of_processes(run, tmp_path):
