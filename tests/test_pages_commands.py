@@ -137,6 +137,8 @@ def to_run(page: pathlib.Path) -> list[Block]:
 PAGES = [page for page in READMES if to_run(page)]
 ON_HOSTS = [page for page in PAGES if any(SEVERAL.search(block.command) for block in to_run(page))]
 HERE = [page for page in PAGES if page not in ON_HOSTS]
+EACH_PAGE = pytest.mark.parametrize("page", [  # of two processes, each takes the next one
+    pytest.param(page, id=str(page), marks=pytest.mark.xdist_group(str(page))) for page in HERE])
 
 
 def shortened(command: str) -> str:
@@ -235,14 +237,15 @@ def paste(page: pathlib.Path, here: list[Block], folder: pathlib.Path, place=lam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", HERE, ids=str)
+@EACH_PAGE
 def test_first_block(page, clone):
     paste(page, to_run(page)[:1], clone)
 
 
 @pytest.mark.slow
 @pytest.mark.commands
-@pytest.mark.parametrize("page", HERE, ids=str)
+@pytest.mark.drawn(6)
+@EACH_PAGE
 def test_commands(page, clone):
     paste(page, to_run(page), clone)
 
