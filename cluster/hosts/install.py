@@ -22,9 +22,9 @@ MARK = "install:"  # precedes what is said, because a login shell may print line
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
 IS_TERMINAL = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 CLEAR = "\r\033[K" if IS_TERMINAL else ""  # the line that says how long it takes
-# The first of some Pythons that is new enough runs the program $1. $2: the host's python=, which need not be there yet.
-FIND_PYTHON = """for name in "$2" python3 python3.13 python3.12 python3.11 python3.10; do "$name" -c \
-"import sys; sys.exit(sys.version_info < (3, 10))" 2>/dev/null && exec "$name" -I -c "$1"; done; \
+# The first of some Pythons for which torch has wheels runs the program $1. $2: the host's python=, or none there.
+FIND_PYTHON = """for name in "$2" python3 python3.14 python3.13 python3.12 python3.11 python3.10; do "$name" -c \
+"import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))" 2>/dev/null && exec "$name" -I -c "$1"; done; \
 python3 --version >&2; exit 127"""
 
 
@@ -122,7 +122,7 @@ def install_on(host, archive: bytes, job: dict) -> str | None:
             print(f"{CLEAR}{host.label} | {line.removeprefix(MARK)}", flush=True)
     last_line = failure.rpartition("\n")[2]
     if done.returncode == 127:
-        return f"no Python 3.10 or later there ({last_line}): sudo apt-get install python3 python3-venv"
+        return f"no Python 3.10 to 3.14 there ({last_line}): sudo apt-get install python3 python3-venv"
     return ": ".join(host.explain(done.returncode, failure) or (last_line,)) if done.returncode else None
 
 
