@@ -231,7 +231,8 @@ def paste(page: pathlib.Path, here: list[Block], folder: pathlib.Path, place=lam
     wrong = []
     for block in here:
         command = "".join(f"{first}\n" for beginning, first in BEFORE.items() if block.command.startswith(beginning))
-        command += re.sub(r"(?m)^(diff .*)$", r"\1 || [ $? = 1 ]", shortened(block.command))
+        command += re.sub(r"(?m)^(diff .*)$", r"\1 || [ $? = 1 ]",
+                          block.command if block.looked_for else shortened(block.command))
         wrong.append(fault_of(block, *run(place(command.replace("/tmp/", f"{folder.parent}/")), folder, words)))
     assert not any(wrong), f"{len([*filter(None, wrong)])} of {len(wrong)} blocks of {page}:\n\n" + "\n\n".join(wrong)
 
