@@ -59,10 +59,12 @@ def test_raspberry_pis():
 
 
 def test_home_cluster():
-    """Curves, the metrics and checkpoints in safetensors are on the first machine, in logs/runs and checkpoints."""
+    """Data on the first machine only. Curves, metrics and checkpoints in safetensors are there, too."""
+    corpus = ROOT / "logs" / "corpus.txt"
+    on_disk("node0", corpus).write_text("It was the best of times, it was the worst of times. " * 4000)
     typed(ROOT / "cluster", "--nnodes=3 --nproc_per_node=1 --rdzv_id=100 --rdzv_backend=c10d "
           f"--rdzv_endpoint={NETWORK}.10:29500 --node_rank=N train_distributed.py", "--max_steps", 6, "--seq_len", 32,
-          "--eval_every", 3, "--eval_batches", 2, "--validation_split", 0.01)
+          "--eval_every", 3, "--eval_batches", 2, "--validation_split", 0.01, "--dataset_name", corpus)
     name = "train_distributed"
     curves = EventAccumulator(str(on_disk("node0", ROOT / "logs" / "runs" / name))).Reload()
     assert len(curves.Scalars("loss")) == 6 and {f"wait_seconds/rank{rank}" for rank in range(3)} <= {

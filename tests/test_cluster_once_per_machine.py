@@ -61,6 +61,52 @@ once_per_machine(make)
 """)
 
 
+def test_machines_without_the_data_are_sent_them(run_code, tmp_path):
+    """Ranks 0 and 1 share a disk. Rank 2, where the run was started, has another: it alone has the data, a tokenizer."""
+    pairs = [json.dumps({"prompt": f"{i} ", "completion": f"number {i}"}) + "\n" for i in range(40)]
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "data.jsonl").write_text("".join(pairs))
+    run_code("cluster", 3, """
+import argparse, os, pathlib, socket
+import torch.distributed as dist
+import process_group_manager as pgm
+from data import encoded
+from utils import UserError
+
+folder, tokenizer, rank = pathlib.Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
+has_data = rank == 2
+if has_data:
+    os.environ["LAUNCH_CLUSTER_HOME"] = "1"
+    os.chdir(folder / "home")
+pgm.init_process_group("gloo")
+if has_data:
+    socket.gethostname = lambda: "another"
+encoded.CACHE = str(folder / ("cache of rank 2" if has_data else "cache"))
+args = argparse.Namespace(dataset_name="data.jsonl", seq_len=16)
+
+def load():
+    return [row.tolist() for row in encoded.load_samples(args, tokenizer if has_data else "none", 1024, packing="auto")]
+
+everyone = [None] * 3
+dist.all_gather_object(everyone, load())
+assert len(everyone[0]) == 40 and everyone[0] == everyone[1] == everyone[2]
+encoded.Disks.send = lambda *words: sys.exit("what is there is sent again")
+if rank == 0:
+    encoded.SENT.clear()  # as in a process that has just started
+assert load() == everyone[0]
+os.chdir("/")  # the host that has them is lost, and comes back without: others have what they were sent
+assert load() == everyone[0]
+encoded.SENT.clear()
+try:
+    sys.exit(load())
+except UserError as error:
+    assert "there is no such path (/data.jsonl)" in str(error), error
+dist.destroy_process_group()
+""", tmp_path, ROOT / "assets" / "tiny_llama")
+    files = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("cache", "cache of rank 2")]
+    assert files[0] == files[1] and len(files[0]) == 1 and files[0][0].endswith(".rows")
+
+
 def test_machines_with_unlike_data_are_told(run_code, tmp_path):
     """Rank 2 is on another host, whose data lack a row."""
     pairs = [json.dumps({"prompt": f"{i} ", "completion": f"number {i}"}) + "\n" for i in range(40)]

@@ -7,7 +7,8 @@ whose first row is a header and whose other rows are:
 
 A token that is no target is stored as -1 - id, as in rows.py. Token 0 never is one, because none before it predicts it.
 
-A later run with the same data, tokenizer and lengths finds the file.
+A later run with the same data, tokenizer and lengths finds the file. A machine that lacks the data is sent the file by
+one that has them, and needs no tokenizer either.
 
 All machines have to read the same: the first stage of a pipeline takes its inputs from its own file, and the last one
 its targets. So the digests of the files are compared, and a checkpoint records that of what it was trained on.
@@ -27,8 +28,9 @@ from torch.utils.data import Dataset
 from data.rows import encode_rows, find_source, first_kind, texts
 from dataloader import TokenSamples, encode, files_at, load_tokenizer
 from ranks.collectives import gather
+from ranks.disks import Disks
 from ranks.files import CHUNK
-from ranks.placement import once_per_machine
+from ranks.placement import home_rank, once_per_machine
 from ranks.progress import progress
 from stage_weights import require_content
 from utils import ROOT, UserError
@@ -37,6 +39,7 @@ CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.join(ROOT, "run
 ALL = 1 << 50  # samples
 FORMAT = "rows 2"  # changes when encoded rows do
 BEFORE = 2  # numbers in front of a row's tokens
+SENT = {}  # arguments of encode_data() -> the file that this process was sent; an elastic run may lose who has the data
 
 
 class RowSamples(Dataset):
@@ -64,8 +67,7 @@ def load_samples(args, tokenizer: str, vocab_size: int, num_samples: int | None 
     UserError, on every rank, for data that can't be read or encoded, that differ between machines, that have not one
     sample, or whose tokenizer is not the model's. `samples.read` says what was read, for a checkpoint's state.json.
     """
-    path = once_per_machine(lambda: encode_data(args.dataset_name, tokenizer, args.seq_len, num_samples or ALL,
-                                                packing))
+    path = encode_for_all(args.dataset_name, tokenizer, args.seq_len, num_samples or ALL, packing)
     numbers = np.memmap(path, dtype=np.int32, mode="r") if os.path.getsize(path) else np.empty(0, np.int32)
     digest = common_digest(args, path)
     if path.endswith(".rows"):
@@ -133,6 +135,31 @@ def report_rows(args, truncated: int, left_out: int, count: int) -> None:
         print(f"{truncated} rows are longer than seq_len + 1 = {args.seq_len + 1} tokens and were truncated; "
               f"{left_out} samples have no target and are left out; {count} samples remain ({remedy}, to lose fewer)",
               flush=True)
+
+
+def encode_for_all(dataset_name: str, *more) -> str:
+    """The path, in each rank's own cache, of the file that encode_data() writes with these arguments. Collective.
+
+    A machine without the data is sent the file by one that has them, by home_rank() if it does. Raises UserError, on
+    every rank, for what encode_data() raises, and where a disk does not take the file.
+    """
+    rank, key = dist.get_rank(), (dataset_name, *more)
+    is_here, known = once_per_machine(lambda: (bool(find_source(dataset_name).files), SENT.get(key)))
+    lacks = gather(not is_here and not known)
+    if all(lacks):  # a Hub id, or encode_data() says what is missing
+        return once_per_machine(lambda: encode_data(*key))
+    path = once_per_machine(lambda: lacks[rank] or (encode_data(*key) if is_here else known))
+    if any(lacks):
+        source = min(range(len(lacks)), key=lambda each: (lacks[each], each != home_rank()))
+        disks = Disks(CACHE, "the encoded data can't be written: {}: make room there", needs_room=False)
+        name, size = gather(lacks[rank] or (os.path.basename(path), os.path.getsize(path)))[source]
+        if lacks[rank]:
+            path = SENT[key] = os.path.join(CACHE, name)
+        has_file = disks.gather(os.path.exists(path) and os.path.getsize(path) == size)
+        disks.copy(CACHE, [(name, source, disk.leader) for disk in disks.all
+                           if any(lacks[each] and not has_file[each] for each in disk.ranks)],
+                   f"the encoded data can't be written: {{}}: free {size / 1e6:.0f} MB there")
+    return path
 
 
 def encode_data(dataset_name: str, tokenizer: str, seq_len: int, num_samples: int, packing: str) -> str:
