@@ -1,5 +1,7 @@
 """What an exercise's check works with: the reader's version inside of the course's modules, and ways to judge it."""
 
+import copy
+import functools
 import itertools
 import pathlib
 import traceback
@@ -54,11 +56,21 @@ class Attempt:
         self.module, self.name = module, exercise.name_in_module
 
     def function(self, source: StepSource | None = None):
-        """The reader's function, or that of `source`, for exercises without ranks."""
+        """The reader's function, or that of `source`, for exercises without ranks.
+
+        It gets copies of lists and dictionaries, which it may change. Tensors are the caller's: some are to be changed.
+        """
         found = getattr((source or self.theirs).load(), self.module)
         for part in self.name.split("."):
             found = getattr(found, part)
-        return found
+        if isinstance(found, type):
+            return found
+
+        @functools.wraps(found)
+        def with_copies(*args):
+            return found(*(copy.deepcopy(each) if isinstance(each, (list, dict)) else each for each in args))
+
+        return with_copies
 
     def world(self, size: int) -> World:
         """What runs so many ranks."""

@@ -31,6 +31,21 @@ def solution(one: Exercise) -> str:
     return find(source_path(one), one.name_in_module).source()
 
 
+def emptied(one: Exercise) -> str:
+    """Our solution, which, if it is a function, leaves nothing of the lists and dictionaries that it is given."""
+    name, source = one.name_in_module, solution(one)
+    if (renamed := re.sub(rf"^def {name}\(", "def right(", source, flags=re.M)) == source:
+        return source
+    return f"""{renamed}
+
+def {name}(*args, **flags):
+    returned = right(*args, **flags)
+    returned = iter([*returned]) if hasattr(returned, "send") else returned
+    [each.clear() for each in args if isinstance(each, (list, dict))]
+    return returned
+"""
+
+
 def verdict(one: Exercise, source: str, folder):
     path = folder / f"{one.name}.py"
     path.write_text(source, encoding="utf-8")
@@ -51,8 +66,9 @@ def test_pages_name_them():
 
 @pytest.mark.parametrize("name", EXERCISES)
 def test_solution_is_right(name, tmp_path):
+    """Also where it empties the lists that it was given: the check measures with its own."""
     one, start = EXERCISES[name], time.process_time()
-    found = verdict(one, solution(one), tmp_path)
+    found = verdict(one, emptied(one), tmp_path)
     assert found.is_right and found.stars == 3, (found.message, found.scores)
     assert time.process_time() - start < 2 * SECONDS
 

@@ -42,7 +42,7 @@ def shares_by_speed(attempt):
             (3, [1.0, 9.0, 9.0], [3] * 3, [0.0] * 3),
             (11, [1.0, 1.7, 2.3, 5.1], [11, 3, 11, 11], [0.3, 0.0, 2.5, 1.0])):
         what = f"total={total}, seconds_each={seconds}, limits={limits}, besides={besides}"
-        shares = attempt.function()(total, list(seconds), list(limits), list(besides))
+        shares = attempt.function()(total, seconds, limits, besides)
         attempt.same(len(shares), len(seconds), f"{what}: the length of {shares}")
         attempt.same(sum(shares), total, f"{what}: the sum of the shares {shares}")
         attempt.require(min(shares) >= 1, f"{what}: a rank has no piece in {shares}")
@@ -70,14 +70,15 @@ def quantise(attempt):
     Return one flat tensor of bytes (torch.uint8): first the R scales in float32, 4 bytes each, then the R * N numbers
     as int8. tensor.view(torch.uint8) shows a contiguous tensor as bytes. A row of zeros has to arrive as zeros. Where a
     row has a NaN or an infinity, its scale must not be finite: then all of the row arrives as not finite, and no other
-    row suffers. Without int8, the line above yours returns x in `dtype`.
+    row suffers. x itself must not change. Without int8, the line above yours returns x in `dtype`.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, 8, generator=generator) * torch.tensor([1e-4, 1.0, 300.0])[:, None]
     x[1, 0] = 0
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        modules, given = attempt.theirs.load(), x.to(dtype)
+        modules, given = attempt.theirs.load(), x.to(dtype, copy=True)
         message = modules.compression.encode(given, torch.int8)
+        attempt.require(torch.equal(given, x.to(dtype)), f"{dtype}: encode changes x, which is needed afterwards")
         attempt.require(isinstance(message, torch.Tensor) and message.dtype == torch.uint8 and message.dim() == 1,
                         f"{dtype}: the message has to be one flat tensor of torch.uint8")
         attempt.same(message.numel(), 4 * 6 + 6 * 8, f"{dtype}: the bytes of a message of 6 rows of 8 numbers")

@@ -79,11 +79,11 @@ def rotary(attempt):
         cos, sin = model.get_cos_sin(seq_len, size, torch.float64, torch.device("cpu"), rope_theta=10000.0)
         x, situation = random(batch, heads, seq_len, size), f"x of shape {[batch, heads, seq_len, size]}"
         given = x.clone().requires_grad_()
-        got = model.apply_rotary(given * 1, cos, sin)
+        got = model.apply_rotary(given * 1, cos.clone(), sin.clone())
         attempt.same(got, x, f"{situation}: the result", tolerance=torch.inf)  # its shape and dtype
         attempt.require(got.requires_grad, f"{situation}: autograd can't follow what computes the result from x")
         got, changed = got.detach(), x.clone()
-        model.apply_rotary(changed, cos, sin)
+        model.apply_rotary(changed, cos.clone(), sin.clone())
         attempt.require(torch.equal(changed, x), f"{situation}: the function changes x itself: make a new tensor")
         before, after = (torch.complex(*each.chunk(2, dim=-1)) for each in (x, got))  # (B, heads, T, hd/2)
         angles = torch.complex(cos, sin)[:, : size // 2]

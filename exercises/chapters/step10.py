@@ -46,7 +46,7 @@ def weight_half_of_backward(attempt):
             model, total = Buckets(weights[:1]), [0, 0]
             for microbatch in range(3):
                 entries = [(weight, *matrices((2, 7, len(weight)), (2, 7, 4), dtype=dtype)) for weight in weights]
-                add(entries, model)
+                add([*entries], model)
                 for k, (weight, dy, x) in enumerate(entries):
                     total[k] = total[k] + torch.einsum("bto,bti->oi", dy.double(), x.double())
                     what = f"the gradient of weight {k} after micro-batch {microbatch}, activations in {dtype}"

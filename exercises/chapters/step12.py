@@ -42,7 +42,7 @@ def reduce_scatter(attempt):
     for sizes in ([3, 3], [4, 1, 2], [3, 3, 3, 3]):
         def program(modules, rank):
             group = attempt.grid(modules, dp=len(sizes)).dp_group
-            handle, summands = modules.zero.reduce_scatter(numbers(rank, sum(sizes)), sizes, group)
+            handle, summands = modules.zero.reduce_scatter(numbers(rank, sum(sizes)), [*sizes], group)
             handle.wait()
             attempt.require(isinstance(summands, (list, tuple)), f"rank {rank}: the summands have to be a list of "
                             f"tensors, and they are {type(summands).__name__}")
@@ -85,7 +85,7 @@ def sharded_adamw(attempt):
     for shares in ([1, 1], [4, 2, 1]):  # samples are (step, rank, samples, width)
         def program(modules, rank):
             attempt.grid(modules, dp=len(shares))
-            model = modules.zero.Zero(copy.deepcopy(template), 1, shares)
+            model = modules.zero.Zero(copy.deepcopy(template), 1, [*shares])
             optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
             for step in samples:
                 model.zero_grad()

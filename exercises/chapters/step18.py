@@ -37,7 +37,7 @@ def owners(attempt):
     """
     layer = [352 * 128 * 128] * 3 + [128**3] * 2 + [64 * 64 * 128] * 2
     for work, shares in ((layer * 8, [1] * 4), (layer * 8, [4, 2, 1]), (layer, [1, 1]), ([5, 1, 1, 1, 1, 1], [1, 1])):
-        got, again = attempt.function()(list(work), list(shares)), attempt.function()(list(work), list(shares))
+        got, again = attempt.function()(work, shares), attempt.function()(work, shares)
         attempt.require(isinstance(got, list) and len(got) == len(work) and set(got) <= {*range(len(shares))},
                         f"{len(work)} pieces, {len(shares)} ranks: expected a list of {len(work)} ranks, got {got}")
         attempt.require(got == again, f"ranks that call it get {got} and {again}: who owns what?")

@@ -58,7 +58,7 @@ class Batches:
 
     def __next__(self) -> dict[str, torch.Tensor]:
         self.read += 1
-        return {name: ids[(self.read - 1) % len(ids)] for name, ids in zip(("input_ids", "target_ids"), self.ids)}
+        return dict(zip(("input_ids", "target_ids"), self.ids[:, (self.read - 1) % self.ids.size(1)].clone()))
 
 
 class Watched(torch.nn.Embedding):

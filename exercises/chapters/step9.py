@@ -27,7 +27,7 @@ def deal_micro_batches(attempt):
     """
     deal, ours = attempt.function(), attempt.function(attempt.ours)
     for numbers in ([4], [2, 2], [3, 2, 3], [1, 5], [6, 1, 3, 1]):
-        got = deal(list(numbers))
+        got = deal(numbers)
         attempt.require(isinstance(got, list) and len(got) == len(numbers) and all(type(each) is list for each in got),
                         f"num_microbatches={numbers}: it returns {got}, and not a list for each pipeline")
         dealt = [i for each in got for i in each]
@@ -37,7 +37,7 @@ def deal_micro_batches(attempt):
         for i in range(sum(numbers)):
             attempt.require(dealt.count(i) == 1, f"num_microbatches={numbers}: micro-batch {i} is dealt "
                                                  f"{dealt.count(i)} times: {got}")
-        attempt.same(str(got), str(ours(list(numbers))), f"num_microbatches={numbers}: not the order of the rounds")
+        attempt.same(str(got), str(ours(numbers)), f"num_microbatches={numbers}: not the order of the rounds")
 
 
 @exercise("9", "data_parallel.find_owners", hints=(
@@ -105,7 +105,7 @@ def cut_layers(attempt):
     for costs, speeds in (([1.0] * 6, [1.0] * 3), ([4.0, 1, 1, 1, 1, 4], [2.0, 1, 2]), ([3.0, 1, 2], [1.0, 5, 1]),
                           ([5.0], [2.0]), ([1.0, 2, 9, 2, 1, 3, 3, 1, 6, 1, 1, 8], [1.0, 4, 2, 1.5]),
                           ([1.0] * 11, [1.0, 3, 0.5])):
-        sizes, what = cut(list(costs), list(speeds)), f"costs {costs}, speeds {speeds}"
+        sizes, what = cut(costs, speeds), f"costs {costs}, speeds {speeds}"
         attempt.require(hasattr(sizes, "__len__") and len(sizes) == len(speeds),
                         f"{what}: it returns {sizes}, and not a number for each of the {len(speeds)} stages")
         attempt.require(sum(sizes) == len(costs) and min(sizes) >= 1,
