@@ -12,7 +12,7 @@ setup(
     version="0.1.0",
     description="Tensor, data and pipeline parallel training of a Llama, built step by step",
     license="MIT",
-    python_requires=">=3.10",
+    python_requires=">=3.10,<3.15",  # the range of torch's wheels in constraints.txt
     packages=["same_numbers"],
     py_modules=[],
     install_requires=[

@@ -16,7 +16,7 @@ set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-python3}
 if ! command -v -- "$python" >/dev/null; then
-    echo "error: no $python on this machine: install Python 3.10 or later, or set PYTHON to its path" >&2
+    echo "error: no $python on this machine: install Python 3.10 to 3.14, or set PYTHON to its path" >&2
     exit 2
 fi
 exec "$python" "$here/hosts/launch_cluster.py" "$@"

@@ -72,11 +72,9 @@ def not_drawn(items: list[pytest.Item]) -> set[pytest.Item]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks each test with its file's room, and with the step that it is parametrised with, if any.
 
-    Tests marked `commands` run only where -m asks for these.
+    Of tables of which a run draws some cases, -m commands and -k run all.
     """
-    if "commands" not in config.option.markexpr:
-        items[:] = [item for item in items if not item.get_closest_marker("commands")]
-    if not (config.option.all_cases or config.option.keyword):
+    if not (config.option.all_cases or config.option.keyword or "commands" in config.option.markexpr):
         left_out = not_drawn(items)
         items[:] = [item for item in items if item not in left_out]
     for item in items:

@@ -42,7 +42,7 @@ def command_line(launcher: str, folder: pathlib.Path, num_ranks: int, script: li
                 *script[1:]]
     if launcher == "Ray":
         pytest.importorskip("ray", reason="no Ray here: pip install -c constraints.txt -e '.[engines]'")
-        (folder / "on_ray.py").write_text(block_of_page('"""Starts torchrun', "```"))
+        (folder / "on_ray.py").write_text(block_of_page('"""Starts torchrun', "END\n"))
         return [sys.executable, folder / "on_ray.py", "--nproc_per_node", num_ranks, *script]
     root = ["--allow-run-as-root", "--oversubscribe"] if launcher == "Open MPI" else []
     for program in filter(shutil.which, (f"mpirun.{launcher.lower().replace(' ', '')}", "mpirun")):

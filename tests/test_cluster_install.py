@@ -4,13 +4,17 @@ An `ssh` that runs its command here takes the place of the true one. Its hosts a
 test's own in which pip notes what it is asked to install.
 """
 
+import contextlib
+import os
 import pathlib
+import pty
 import re
 import shlex
 import subprocess
 import sys
 
 import pytest
+from hosts.install import FIND_PYTHON
 from launch import ROOT
 from launcher import STAND_IN_SSH, Launch, write_hosts
 
@@ -91,12 +95,29 @@ exec /bin/sh""".replace("OLD", str(old)).replace("NONE", str(none))))
     assert code == 1 and "well | copied" in text and "torch  " not in text, text
     errors = dict(re.findall(r"^error: (\w+): (.*)$", text, re.M))
     assert list(errors) == ["none", "old", "gone", "offline", "full", "bare"] and text.count("error: ") == 6, text
-    assert re.match(r"no Python 3.10 or later there \(.*not found\): sudo apt-get install python3", errors["none"])
-    assert errors["old"].startswith("no Python 3.10 or later there (Python 3.9.2): sudo")
+    assert re.match(r"no Python 3.10 to 3.14 there \(.*not found\): sudo apt-get install python3", errors["none"])
+    assert errors["old"].startswith("no Python 3.10 to 3.14 there (Python 3.9.2): sudo")
     assert errors["gone"].startswith("unreachable host: switch it on")
     assert errors["offline"] == "no network for pip: ERROR: No matching distribution found for torch"
     assert errors["full"].endswith("[Errno 28] No space left on device")
     assert errors["bare"].endswith("write python=DIR/.venv/bin/python")
+
+
+def test_seconds_on_a_terminal(run, tmp_path):
+    """In a line that goes on until all is installed, and is gone then."""
+    terminal, other_end = pty.openpty()
+    hosts = write_hosts(tmp_path, host_line(tmp_path, "a", "Successfully installed torch-2.13.0\n"))
+    launch = subprocess.Popen([ROOT / "cluster" / "launch_cluster.sh", hosts, "--install"], stdout=other_end,
+                              stderr=other_end, env={**os.environ, "PYTHON": sys.executable, "TERM": "xterm",
+                                                     "PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    os.close(other_end)
+    seen = b""
+    with contextlib.suppress(OSError):  # it has ended
+        while part := os.read(terminal, 1 << 16):
+            seen += part
+    assert launch.wait(60) == 0 and re.search(rb"\x1b\[K0 s: \d+ MB and packages for a\r", seen), seen
+    seen = re.sub(r"[^\r\n]*\r\x1b\[K", "|", seen.decode().replace("\r\n", "\n"))
+    assert re.fullmatch(r"\|+a \| copied \d+ files to .*\n\|+a \| Successfully installed torch.*\n\|+", seen), seen
 
 
 def test_variables_reach_pip_and_no_list_of_processes(run, tmp_path):
@@ -106,3 +127,15 @@ def test_variables_reach_pip_and_no_list_of_processes(run, tmp_path):
     asked = (tmp_path / "venv of a" / "bin" / "asked").read_text()
     assert code == 0 and "https://me:secret@host/simple" in asked and "secret" not in (tmp_path / "words").read_text()
     assert asked.endswith("[cluster,finetune]\n"), text
+
+
+@pytest.mark.parametrize("version, code", [((3, 9), 127), ((3, 10), 0), ((3, 14, 9), 0), ((3, 15), 127)])
+def test_only_pythons_that_torch_has_wheels_for(tmp_path, version, code):
+    stand_in = f'[ $1 = -c ] && exec {sys.executable} -c "import sys; sys.version_info = {version}; $2"; exit 0'
+    (tmp_path / "python3").write_text(f"#!/bin/sh\n{stand_in}\n")
+    (tmp_path / "python3").chmod(0o755)
+    found = subprocess.run(["/bin/sh", "-c", FIND_PYTHON, "sh", "", "python3"], env={"PATH": str(tmp_path)})
+    assert found.returncode == code
+    setup = (ROOT / "setup.py").read_text()
+    oldest, newest = map(int, re.search(r'python_requires=">=3.(\d+),<3.(\d+)"', setup).groups())
+    assert (oldest <= version[1] < newest) == (code == 0)

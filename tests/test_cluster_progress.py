@@ -1,4 +1,4 @@
-"""What a run tells of itself: the bar on a terminal, TensorBoard's curves, evaluations; also where a disk is full."""
+"""What a run tells of itself: bars on a terminal, TensorBoard's curves, evaluations; also where a disk is full."""
 
 import argparse
 import contextlib
@@ -13,7 +13,8 @@ import types
 
 import pytest
 
-from launch import modules_of
+from checkpoint_runs import SIZES, write_corpus, write_model
+from launch import MODELS, modules_of
 
 with modules_of(9):
     from ranks import course  # noqa: F401  before step 9's modules
@@ -68,7 +69,9 @@ def log(record: Record, *steps: int) -> None:
 
 
 def test_bar_on_a_terminal_is_one_line(world_of_one, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    terminal = Terminal()
+    for name in "stdout", "stderr":
+        monkeypatch.setattr(sys, name, terminal)
     monkeypatch.setenv("COLUMNS", "110")
     monkeypatch.setenv("TERM", "xterm")
     record = a_record(tmp_path)
@@ -233,3 +236,39 @@ def test_a_branch_leaves_what_it_does_not_go_on_from(world_of_one, tmp_path):
         assert [json.loads(line)["step"] for line in (tmp_path / folder / "metrics.jsonl").open()] == steps
         assert scalars(tmp_path / folder, "loss") == [(step, 5.0 - step) for step in steps]
     assert (tmp_path / "run.1" / EVALUATIONS).read_text() and not (tmp_path / "run" / EVALUATIONS).exists()
+
+
+SCREEN = """
+import atexit, io, os
+from ranks import progress
+progress.DELAY, out = 0, sys.argv.pop(1)
+sys.stdout = sys.stderr = screen = io.StringIO()
+screen.isatty = lambda: True
+atexit.register(lambda: open(out + os.environ["RANK"], "w", newline="").write(screen.getvalue()))
+"""
+WORK = {  # script -> its flags, and the names of the bars
+    "plan.py": (["--measure", "{}/cluster.json", "--measure_seconds", 1, "--num_hidden_layers", 2, "--seq_len", 16],
+                ["measuring memory", "measuring speed", "measuring links"]),
+    "train_distributed.py": (["--model_name", "{}/model", "--dataset_name", "{}/corpus", "--max_steps", 1, "--seq_len",
+                              16, "--equal_shares", "--pipelines", "2,2", "--log_dir", "{}", "--checkpoint_dir", "{}"],
+                             ["encoding", "loading weights"]),
+    "generate.py": (["--checkpoint", "{}/model", "--prompt", "We"], ["loading weights"]),
+}
+
+
+@pytest.mark.parametrize("script", WORK)
+def test_bars_on_a_terminal_alone(run_code, tmp_path, script):
+    """Each has the work's name, and is gone when that ends. Of what all ranks do at once, the first one shows it."""
+    sizes = {**SIZES, "vocab_size": 1024}
+    write_model(tmp_path / "model", "llama", "float32", **sizes)
+    write_corpus(tmp_path)
+    words, bars = WORK[script]
+    words = [str(word).format(tmp_path) for word in words] + ["--device", "cpu"]
+    for kind in "xterm", "dumb":
+        run_code("cluster", 2 - (script == "generate.py"), SCREEN, tmp_path / kind, *words, then=script,
+                 env={"TERM": kind, "XDG_CACHE_HOME": str(tmp_path / f"cache of {kind}")}, modules=MODELS)
+        seen = (tmp_path / f"{kind}0").read_bytes().decode()
+        for bar in bars:
+            assert re.search(rf"\r{bar}: .*\r +\r", seen) if kind == "xterm" else bar not in seen, f"{bar}: {seen!r}"
+    if script != "generate.py":
+        assert bars[-1] not in (tmp_path / "xterm1").read_bytes().decode()

@@ -22,7 +22,8 @@ def with_made_up_speeds(self, session, step):
     speeds = [each for first, each in SPEEDS if step >= first][-1]
     counts = [count for count, block in zip(self.rebalancing.samples, pgm.process_group_manager.ranks)
               for _ in block.flatten()]
-    session.stop_agreement.told = [1e-3, *(speed * count for speed, count in zip(speeds, counts))]
+    session.stop_agreement.longest_step = 1e-3
+    session.stop_agreement.of_ranks = [[speed * count] for speed, count in zip(speeds, counts)]
     follow(self, session, step)
     assert session.trained.plugin.samples == self.rebalancing.samples
 

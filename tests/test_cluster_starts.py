@@ -141,13 +141,17 @@ def test_no_start_is_misled_by_what_another_left(world_of_one, monkeypatch, tmp_
 
 
 def test_a_file_that_cannot_be_sent(run_code, tmp_path):
-    """The receiver does not wait for the rest of it, and no part of a file is left. Both ranks know the error."""
+    """The receiver does not wait for the rest of it, and no part of a file is left. Both ranks know the error. On a
+    terminal a bar shows each file."""
     for name, content in (("a/file", "0123456789"), ("a/taken", "a file"), ("b/taken/deep", "a file in a folder")):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
     run_code("cluster", 2, """
-import os, process_group_manager as pgm
-from ranks import disks
+import io, os, process_group_manager as pgm
+from ranks import disks, progress
+progress.DELAY, streams = 0, (sys.stdout, sys.stderr)
+sys.stdout = sys.stderr = screen = io.StringIO()
+screen.isatty = lambda: True
 pgm.init_process_group("gloo")
 os.chdir(os.path.join(sys.argv[1], "ab"[int(os.environ["RANK"])]))
 ours, disks.CHUNK = disks.Disks("."), 4
@@ -157,5 +161,8 @@ for name, said in ("file", None), ("missing", "No such file"), ("taken", "direct
         assert said is None, name
     except disks.UserError as error:
         assert said and said in str(error), error
-""", tmp_path)
+sys.stdout, sys.stderr = streams
+bar = ["sending", "receiving"][int(os.environ["RANK"])]
+assert f"{bar} file: " in screen.getvalue() and screen.getvalue().endswith("\\r"), screen.getvalue()
+""", tmp_path, env={"TERM": "xterm"})
     assert sorted(os.listdir(tmp_path / "b")) == ["file", "taken"] and (tmp_path / "b/file").read_text() == "0123456789"

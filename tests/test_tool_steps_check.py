@@ -5,7 +5,9 @@ from made_up_steps import clean, replace, repo, run, snapshot, write  # noqa: F4
 
 
 def test_check_is_silent_on_declared_changes(run):
-    assert run("check") == (0, "3 steps: all changes are declared, all steps are self-contained\n")
+    code, out = run("check")
+    assert code == 0 and out.endswith("\n3 steps: all changes are declared, all steps are self-contained\n"), out
+    assert out.startswith("step 2                    3 added lines, at most 262\n"), out
 
 
 @pytest.mark.parametrize("name, old, new, problem", [
@@ -51,14 +53,33 @@ def test_check_wants_steps_within_their_budgets(repo, run):
     for name, source in (("other", "x = 1\n" * 293), ("another", "x = 1\n")):
         write(repo, f"step3_three/{name}.py", source)  # and one line of model.py
     out = run("check")[1]
-    assert "step2_two: adds" not in out and "step3_three: adds 295 lines of code to step2_two, more than 294" in out
+    assert "step 2: " not in out and "step 3: 295 added lines, more than 294" in out
     assert "step3_three: has 2 new modules, more than 1: another.py, other.py" in out and "step2_two: has" not in out
+
+
+@pytest.mark.parametrize("files, problem", [
+    ({"README.md": "word " * 1201}, "README.md: 1201 words, more than 1200"),
+    ({"cluster/A.md": "word " * 9000, "cluster/B.md": "word\n" * 10251}, "pages of cluster/: 19251 words, more than"),
+    ({f"cluster/run{i}/a.py": "\n" * 251 for i in range(43)}, "cluster/: 10793 lines, more than 10750"),
+    ({f"cluster/run/a{i}.py": "" for i in range(17)}, "a folder of cluster/: 17 modules, more than 16"),
+    ({"same_numbers/a.py": "\n" * 951, "same_numbers/trainers.py": "\n" * 800}, "same_numbers/: 951 lines, more than"),
+    ({"same_numbers/trainers.py": "\n" * 801}, "its trainers: 801 lines, more than 800"),
+    ({"exercises/mine/a.py": "\n" * 9999, "exercises/a.py": "\n" * 4651}, "exercises/: 4651 lines, more than 4650"),
+    ({"tools/site/a.js": "\n" * 651, "tools/site/a.py": "", "tools/site/a.css": "\n" * 500}, "own files: 1151 lines"),
+])
+def test_no_room_grows_unseen(repo, run, files, problem):
+    for name, source in files.items():
+        (repo / name).parent.mkdir(parents=True, exist_ok=True)
+        write(repo, name, source)
+    code, out = run("check")
+    assert code == 1 and problem in out, out
 
 
 def test_check_measures_modules_outside_of_the_steps_and_wants_flat_steps_without_gaps(repo, run):
     (repo / "cluster" / "planning").mkdir(parents=True)
     write(repo, "cluster/planning/long.py", "import picotron\n" * 301)
-    assert run("check") == (1, "cluster/planning/long.py:1: 301 lines, more than 300\n")
+    code, out = run("check")
+    assert code == 1 and out.endswith("at most 16\ncluster/planning/long.py:1: 301 lines, more than 300\n"), out
     write(repo, "step2_two/package/other.py", "")
     (repo / "step1_one").rename(repo / "step4_four")
     out = run("check")[1]

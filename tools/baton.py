@@ -4,6 +4,8 @@ Rank 0 runs first, until it has to wait for another rank. Then the next rank tha
 can, the ranks are in a deadlock, and the error says who waits for whom, and where. thread_ranks.py adds the messages.
 """
 
+import contextlib
+import functools
 import linecache
 import pathlib
 import sys
@@ -61,17 +63,22 @@ class Where(NamedTuple):
         return f"{shown(self.path)}, line {self.line}: {linecache.getline(self.path, self.line).strip()}"
 
 
+@functools.cache
+def is_ours(path: str) -> bool:
+    return path.startswith(str(ROOT)) and path not in OWN
+
+
 def place(frame: types.FrameType | None = None) -> Where:
     """Where a program is: the innermost frame in READER, else the innermost one of this repository."""
-    frame, found = frame or sys._getframe(1), None
+    frame, found, reader = frame or sys._getframe(1), None, str(READER)
     while frame:
-        path, line = frame.f_code.co_filename, frame.f_lineno
-        if path.startswith(str(READER)):
-            return Where(path, line)
-        if found is None and path.startswith(str(ROOT)) and path not in OWN:
-            found = Where(path, line)
+        path = frame.f_code.co_filename
+        if path.startswith(reader):
+            return Where(path, frame.f_lineno)
+        if found is None and (is_ours(path) or frame.f_back is None):
+            found = Where(path, frame.f_lineno)  # a line's number takes time to find
         frame = frame.f_back
-    return found or Where(path, line)
+    return found
 
 
 def shown(path: str | pathlib.Path) -> str:
@@ -86,7 +93,9 @@ class Baton:
     def __init__(self, size: int):
         self.size, self.failure = size, None
         self.local = threading.local()
-        self.batons = [threading.Semaphore(0) for _ in range(size)]
+        self.batons = [threading.Lock() for _ in range(size)]
+        for baton in self.batons:
+            baton.acquire()
         self.waiting: list[Handle | None] = [None] * size
         self.done: set[int] = set()
         self.all_done = threading.Event()
@@ -148,7 +157,8 @@ class Baton:
         """The first failure is that of the run. All other ranks end."""
         self.failure = self.failure or error
         for baton in self.batons:
-            baton.release()
+            with contextlib.suppress(RuntimeError):  # that rank has it already
+                baton.release()
         self.all_done.set()
 
     def pass_on(self, rank: int) -> bool:

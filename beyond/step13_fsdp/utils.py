@@ -68,7 +68,7 @@ def one_clear_error(out_of_memory: str = "choose a smaller model"):
             time.sleep(8)  # rank 0 usually reports the same error, and torchrun ends all; else it is this rank's own
         print(f"error: {error}", file=sys.stderr, flush=True)
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's summary, the last lines of all, ends with it
-            report = {"message": f"error: {error}", "extraInfo": {"timestamp": int(time.time())}}
+            report = {"message": str(error), "extraInfo": {"timestamp": int(time.time())}}
             pathlib.Path(path).write_text(json.dumps({"message": report}))
         sys.exit(2)
     atexit._run_exitfuncs()

@@ -31,6 +31,7 @@ from ranks.collectives import gather
 from ranks.disks import Disks
 from ranks.files import CHUNK
 from ranks.placement import home_rank, once_per_machine
+from ranks.progress import progress
 from stage_weights import require_content
 from utils import ROOT, UserError
 
@@ -175,14 +176,16 @@ def encode_data(dataset_name: str, tokenizer: str, seq_len: int, num_samples: in
         if os.path.exists(path):
             return path
     if (kind := first_kind(source)) == "text" and packing != "off":
-        write(text, up_to(num_samples * seq_len + 1, encode(texts(source), load_tokenizer(tokenizer))))
+        count = num_samples * seq_len + 1
+        write(text, up_to(count, encode(texts(source), load_tokenizer(tokenizer))), count)
         return text
     if packing == "text":
         raise UserError(f"--dataset_name {dataset_name!r} holds rows of the kind {kind}, and this training reads a "
                         "column 'text' of strings only: train_distributed.py without --local_steps reads the others")
     encoded = encode_rows(source, kind, load_tokenizer(tokenizer), width)
     header = [0] * (BEFORE + width)  # rows truncated, samples left out, the largest id
-    write(rows, table_of(packed(encoded, width) if packing == "on" else encoded, width, num_samples, header), header)
+    table = table_of(packed(encoded, width) if packing == "on" else encoded, width, num_samples, header)
+    write(rows, table, num_samples * (BEFORE + width), header)
     return rows
 
 
@@ -221,10 +224,9 @@ def table_of(rows: Iterator[np.ndarray], width: int, num_samples: int, header: l
             break
 
 
-def write(path: str, parts: Iterator[np.ndarray], header: list[int] | None = None) -> None:
-    """Writes int32 numbers to a file that appears under its name when it is whole. The header is read at the end.
-
-    Raises UserError where the folder can't be written.
+def write(path: str, parts: Iterator[np.ndarray], count: int, header: list[int] | None = None) -> None:
+    """Writes int32 numbers, `count` at most, to a file that appears under its name when it is whole. The header is read
+    at the end. Raises UserError where the folder can't be written.
     """
     try:
         os.makedirs(CACHE, exist_ok=True)
@@ -232,10 +234,12 @@ def write(path: str, parts: Iterator[np.ndarray], header: list[int] | None = Non
     except OSError as error:
         raise UserError(f"can't write to {CACHE} ({error.strerror}): free space there, or make it writable") from None
     with folder as name:
-        with open(unfinished := os.path.join(name, "unfinished"), "wb") as file:
+        bar = progress("encoding", total=count if count < ALL else None, unit=" tokens")
+        with bar, open(unfinished := os.path.join(name, "unfinished"), "wb") as file:
             file.seek(4 * len(header or ()))
             for part in parts:
                 file.write(part.astype(np.int32).tobytes())
+                bar.update(len(part))
             file.seek(0)
             file.write(np.array(header or (), np.int32).tobytes())
         os.replace(unfinished, path)

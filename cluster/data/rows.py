@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 import dataloader
 from dataloader import BLOCK, KINDS, corpus_path, files_at, kind_of, read_corpus
@@ -29,7 +30,7 @@ from utils import UserError, require_reachable_hub
 COLUMNS = "messages, or conversations, or prompt and completion, or instruction and output, or text"
 CONTEXT = "messages before completion"  # of a row that is understood(): how many messages precede the first target
 SHAREGPT = {"human": "user", "gpt": "assistant"}
-say_once = functools.cache(print)
+say_once = functools.cache(tqdm.write)  # above the bar
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -249,7 +250,7 @@ def encode_messages(place: str, messages, tokenizer, first: int = 0) -> np.ndarr
     if tokenizer.eos_token_id is None:
         raise UserError(f"{place}: the chat template ends the last answer by no special token, and the tokenizer has "
                         "no end-of-text token, so no model would learn to stop: give the tokenizer an eos_token")
-    say_once(f"the chat template ends no turn by a token: {tokenizer.eos_token} ends the last answer", flush=True)
+    say_once(f"the chat template ends no turn by a token: {tokenizer.eos_token} ends the last answer")
     return np.append(row, np.int32(tokenizer.eos_token_id))
 
 

@@ -113,9 +113,9 @@ class Follower:
 
 
 def answer(question: dict) -> int:
-    """What the launcher asks about this host's part of the `run`, one that is alive or else the newest, where "*" stands for any run. To "look",
-    "start" and "stop" the answer is a line of JSON, {} where there is no part. It has the job with its token, for a
-    launcher that starts the part of another host."""
+    """What the launcher asks about this host's part of the `run`, where "*" stands for any: one that is alive or else
+    the newest. To "look", "start" and "stop" the answer is a line of JSON, {} where there is no part. It has the job
+    with its token, for a launcher that starts the part of another host."""
     if "job" in question:
         start(question["job"])
     files = pathlib.Path("logs", "launches").glob(f"{question['run']}/{glob.escape(question['label'])}/job.json")

@@ -15,13 +15,16 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 MARK = "install:"  # precedes what is said, because a login shell may print lines of its own
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
-# The first of some Pythons that is new enough runs the program $1. $2: the host's python=, which need not be there yet.
-FIND_PYTHON = """for name in "$2" python3 python3.13 python3.12 python3.11 python3.10; do "$name" -c \
-"import sys; sys.exit(sys.version_info < (3, 10))" 2>/dev/null && exec "$name" -I -c "$1"; done; \
+IS_TERMINAL = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+CLEAR = "\r\033[K" if IS_TERMINAL else ""  # the line that says how long it takes
+# The first of some Pythons for which torch has wheels runs the program $1. $2: the host's python=, or none there.
+FIND_PYTHON = """for name in "$2" python3 python3.14 python3.13 python3.12 python3.11 python3.10; do "$name" -c \
+"import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))" 2>/dev/null && exec "$name" -I -c "$1"; done; \
 python3 --version >&2; exit 127"""
 
 
@@ -116,10 +119,10 @@ def install_on(host, archive: bytes, job: dict) -> str | None:
     said, failure = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace").strip()
     for line in said.splitlines():
         if line.startswith(MARK):
-            print(f"{host.label} | {line.removeprefix(MARK)}", flush=True)
+            print(f"{CLEAR}{host.label} | {line.removeprefix(MARK)}", flush=True)
     last_line = failure.rpartition("\n")[2]
     if done.returncode == 127:
-        return f"no Python 3.10 or later there ({last_line}): sudo apt-get install python3 python3-venv"
+        return f"no Python 3.10 to 3.14 there ({last_line}): sudo apt-get install python3 python3-venv"
     return ": ".join(host.explain(done.returncode, failure) or (last_line,)) if done.returncode else None
 
 
@@ -133,7 +136,13 @@ def install(hosts: list, root: str, project: list[str], environment: dict[str, s
             host.python = os.path.join(host.dir, ".venv", "bin", "python")
     archive, job = archive_of(root), {"project": project, "environment": environment}
     with ThreadPoolExecutor(len(hosts)) as pool:
-        failures = list(pool.map(lambda host: install_on(host, archive, job), hosts))
+        start, runs = time.monotonic(), [pool.submit(install_on, host, archive, job) for host in hosts]
+        while IS_TERMINAL and (left := [host.label for host, run in zip(hosts, runs) if not run.done()]):
+            line = f"{time.monotonic() - start:.0f} s: {len(archive) / 1e6:.0f} MB and packages for {', '.join(left)}"
+            print(f"{CLEAR}{line[:shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
+            wait(runs, 1)
+        print(CLEAR, end="", file=sys.stderr, flush=True)
+        failures = [run.result() for run in runs]
     for host, failure in zip(hosts, failures):
         if failure:
             print(f"error: {host.label}: {failure}", file=sys.stderr)

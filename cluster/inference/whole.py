@@ -8,6 +8,7 @@ import torch.distributed as dist
 from inference.find import read_tokenizer, reading
 from inference.make_stage import add_adapters, make_model, read_adapters, read_facts, require_memory
 from ranks.memory import free_memory
+from ranks.progress import progress
 from stage_weights import UNPACKED
 from utils import UserError
 
@@ -17,9 +18,10 @@ class WholeModel:
 
     def __init__(self, args, device: torch.device, drawing: dict, seed: int, group: dist.ProcessGroup):
         from transformers import AutoModelForCausalLM
-        from transformers.utils.logging import disable_progress_bar
+        from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
 
         disable_progress_bar()
+        set_tqdm_hook(lambda _, items, settings: progress("loading weights", *items))
         facts = read_facts(args, None)
         self.tokenizer, model = read_tokenizer(facts.tokenizer), make_model(facts, args.dtype)
         if not hasattr(facts.config, "quantization_config"):  # whose weights are smaller

@@ -29,9 +29,10 @@ POSITIVE_INTEGERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidd
           "num_key_value_heads", "head_dim", "max_position_embeddings")
 WEIGHTS = re.compile(r"\.(safetensors|bin|pth?|gguf|h5|msgpack)(\.index\.json)?$")  # in whichever format
 # Fields of a configuration that do not change what a model computes from its weights.
-WORDS_ONLY = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache", "model_type",
-              "initializer_range", "bos_token_id", "eos_token_id", "id2label", "label2id", "quantization_config",
-              "output_attentions", "output_hidden_states", "return_dict", "tokenizer_class", "pretraining_tp"}
+WORDS_ONLY = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache",
+              "model_type", "initializer_range", "bos_token_id", "eos_token_id", "id2label", "label2id",
+              "quantization_config", "output_attentions", "output_hidden_states", "return_dict", "tokenizer_class",
+              "pretraining_tp"}
 OVERRIDES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 

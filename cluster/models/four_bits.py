@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 
 from ranks.memory import return_freed_memory
+from ranks.progress import progress
 
 BLOCK = 64
 PACKED_BYTES = 0.5 + 4 / BLOCK  # of a number
@@ -54,7 +55,7 @@ def load_packed(stage, load: Callable, dtype: torch.dtype) -> None:
     of_layers = [name for name, module in modules.items() if module in layers]
     keep(modules.keys() - of_layers)
     load(stage)
-    for name in of_layers:
+    for name in progress("packing layers", of_layers, by_all=True):
         keep([name])
         load(stage)
         pack(modules[name], dtype)

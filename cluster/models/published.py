@@ -1,13 +1,16 @@
 """Weights and tokenizers in Hugging Face's layout, in a directory or on the Hub."""
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+import process_group_manager as pgm
 from models.names import name_function, their_name
+from ranks.progress import progress
 from stage_weights import load_weights, open_directory
 from utils import UserError, require_reachable_hub
 
@@ -23,8 +26,17 @@ def load_stage(folder: str, source: dict[str, Callable], stage, device: torch.de
         ours = {*stage.model.state_dict(), *dict(stage.model.named_parameters(remove_duplicate=False)),
                 *(stage.tied or ())}
         source = {name: source[their_name(name)] for name in ours if their_name(name) in source}
+    numbers = sum(param.numel() for param in stage.model.parameters()) * pgm.process_group_manager.tp_world_size
+    bar = progress("loading weights", total=numbers, by_all=True)
+
+    def counted(open_slice: Callable):
+        part = open_slice()
+        bar.update(math.prod(part.get_shape()))
+        return part
+
     try:
-        load_weights(stage, source, device)
+        with bar:
+            load_weights(stage, {name: functools.partial(counted, each) for name, each in source.items()}, device)
     except UserError as error:
         raise UserError(f"the weights in {folder}: {error}") from None
 

@@ -23,6 +23,7 @@ from planning.machines import model_facts
 from ranks.collectives import from_rank, gather, say
 from ranks.memory import free_memory
 from ranks.placement import host_names, machines
+from ranks.progress import progress
 
 LINKS = 1 / 3  # of the time
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
@@ -82,7 +83,7 @@ def measure_links(device: torch.device, seconds: float) -> list[dict | None]:
     wire = torch.device("cpu") if dist.get_backend() == "gloo" else device
     links = [None] * dist.get_world_size()
     pairs = list(itertools.permutations(range(len(links)), 2))
-    for sender, receiver in pairs:
+    for sender, receiver in progress("measuring links", pairs, by_all=True):
         if dist.get_rank() == sender:
             links[receiver] = time_link(receiver, wire, seconds / len(pairs))
         elif dist.get_rank() == receiver:

@@ -25,6 +25,7 @@ from pipeline_template import PipelineTemplate, listed_modules
 from planning.measure import now
 from planning.module_memory import load_code, memory_of
 from ranks.memory import free_memory, memory_of_process
+from ranks.progress import progress
 from stage_weights import make_buffers
 from utils import UserError
 
@@ -163,7 +164,8 @@ class LayerProfiler:
         free for a model in the end, when all libraries are loaded, and what else the process has then."""
         facts, room = self.facts or dict.fromkeys(self.parts, UNKNOWN), float(free_memory(self.device))
         timed = self.modules_of({part: self.of_stage(part, functools.partial(
-            self.time_part, part, facts[part], sizes, seconds, room)) for part in self.parts})
+            self.time_part, part, facts[part], sizes, seconds, room))
+            for part in progress("measuring speed", self.parts, by_all=True)})
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         others = TRAINING_BYTES if self.device.type == "cpu" else 0.0
@@ -182,7 +184,8 @@ class LayerProfiler:
                     "frozen_parameters": sum(param.numel() for param in module.parameters()) - trained + sum(scales),
                     **memory_of(module, functools.partial(self.passes, part, call), self.device, room, seconds)}
 
-        return {part: self.of_stage(part, functools.partial(facts_of, part)) for part in self.parts}
+        return {part: self.of_stage(part, functools.partial(facts_of, part))
+                for part in progress("measuring memory", self.parts)}
 
     def of_stage(self, part: str, measure: Callable):
         """What measure(module, call) returns of the stage of this part, which is in memory as long as that takes."""

@@ -20,6 +20,7 @@ import process_group_manager as pgm
 from ranks.files import CHUNK, File
 from ranks.lost import FOREVER, is_lost_peer
 from ranks.placement import home_rank
+from ranks.progress import progress
 from utils import UserError
 
 CANT_WRITE = "can't write {}: make room, or choose another --checkpoint_dir or --log_dir"
@@ -111,9 +112,11 @@ class Disks:
         try:
             with open(path, "rb", buffering=0) as file:
                 left = os.fstat(file.fileno()).st_size
-                while part := file.read(CHUNK):
-                    dist.send_object_list([part], to, group=self.group)
-                    left -= len(part)
+                with progress(f"sending {os.path.basename(path)}", total=left, unit="B") as bar:
+                    while part := file.read(CHUNK):
+                        dist.send_object_list([part], to, group=self.group)
+                        left -= len(part)
+                        bar.update(len(part))
             if left:
                 raise OSError(errno.EIO, "its size has changed while it was sent", path)
         except OSError as error:
@@ -124,9 +127,11 @@ class Disks:
     def receive(self, path: str, source: int) -> OSError | None:
         """Writes the file that rank `source` sends. Returns what went wrong, here or there."""
         file, received = File(f"{path}.unfinished"), [b""]
-        while isinstance(received[0], bytes):  # also after an error, because the sender does not know of it
-            file.put(received[0])
-            dist.recv_object_list(received, source, group=self.group)
+        with progress(f"receiving {os.path.basename(path)}", unit="B") as bar:
+            while isinstance(received[0], bytes):  # also after an error, because the sender does not know of it
+                file.put(received[0])
+                bar.update(len(received[0]))
+                dist.recv_object_list(received, source, group=self.group)
         try:
             file.close()
             if received[0] is None:

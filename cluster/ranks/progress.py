@@ -1,4 +1,4 @@
-"""How far long work is, in one line on a terminal that is drawn anew. Where output is no terminal, none is drawn."""
+"""Bars for work that takes long, on a terminal alone: where output goes to a pipe or a file, none is drawn."""
 
 import contextlib
 import io
@@ -7,7 +7,25 @@ import sys
 
 from tqdm import tqdm
 
-BAR = "step {n_fmt}/{total_fmt} |{bar:20}| {desc}{remaining} left"  # as tqdm fills it in
+DELAY = 1.0  # seconds: shorter work shows none
+BAR = "step {n_fmt}/{total_fmt} |{bar:20}| {desc}{remaining} left"  # of a training, as tqdm fills it in
+
+
+def is_terminal() -> bool:
+    """Whether what this process prints is seen by a person who types at a terminal that can rewrite a line."""
+    streams = sys.stdout, sys.stderr
+    return os.environ.get("TERM") != "dumb" and all(stream is not None and stream.isatty() for stream in streams)
+
+
+def progress(what: str, items=None, total: float | None = None, unit: str = "", by_all: bool = False) -> tqdm:
+    """A bar named `what` that moves as its `items` are taken, or by update(n), to the `total` if that is known.
+
+    It is gone when the work ends. `by_all`: the ranks of a machine do this at once, and the first of them shows it;
+    else the one that works does.
+    """
+    is_shown = is_terminal() and (not by_all or os.environ.get("LOCAL_RANK", "0") == "0")
+    return tqdm(items, what, total, leave=False, disable=not is_shown, unit=unit, unit_scale=True, dynamic_ncols=True,
+                delay=DELAY)
 
 
 class Bar:
@@ -17,8 +35,7 @@ class Bar:
     """
 
     def __init__(self, is_logging_rank: bool, start: int, num_steps: int):
-        has_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-        self.is_shown = is_logging_rank and has_terminal and start < num_steps
+        self.is_shown = is_logging_rank and is_terminal() and start < num_steps
         self.words = {"loss": "", "evaluation": "", "speed": ""}
         self.tqdm = tqdm(total=num_steps, initial=start, bar_format=BAR, file=sys.stdout, ascii=" #",
                          disable=not self.is_shown, dynamic_ncols=True)

@@ -223,8 +223,8 @@ def is_of_another_run(folder: str, run_ids: set[str | None]) -> bool:
 class Board:
     """TensorBoard's files in `folder`, for a run that goes on after step `start`.
 
-    `rows`: lines of JSON about the steps before, for a disk that has no curves of these. Where tensorboard is missing or
-    the disk does not take an event, this says so once and writes no more: metrics.jsonl has the losses.
+    `rows`: lines of JSON about the steps before, for a disk that has no curves of these. Where tensorboard is missing
+    or the disk does not take an event, this says so once and writes no more: metrics.jsonl has the losses.
     """
 
     def __init__(self, folder: str, start: int, rows: list[str]):

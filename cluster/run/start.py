@@ -97,8 +97,8 @@ class Start:
         both = sorted(saved.keys() & function.keys())  # another version of transformers may know others
         if unlike := [f"{field} {saved[field]}, now {function[field]}" for field in both
                       if saved[field] != function[field]]:
-            raise UserError(f"{self.found.path} was saved by a model that computes something else: {'; '.join(unlike)}: "
-                            "give the same --model_name and sizes as before")
+            raise UserError(f"{self.found.path} was saved by a model that computes something else: "
+                            f"{'; '.join(unlike)}: give the same --model_name and sizes as before")
 
     def clear_folder(self) -> None:
         """Keeps under another name what this run does not go on from: checkpoints of other runs, and later ones.

@@ -30,9 +30,10 @@ MATRIX = "decoder_layers.3.mlp.up_proj.weight"  # whose singular values are draw
 
 
 class Trained:
-    """One training: `losses` and `seconds`, one of each for a step so far."""
+    """One training: `losses` and `seconds`, one of each for a step so far. `rate` is that of the matrices' optimizer,
+    `other_rate` that of AdamW for all that is in no matrix."""
 
-    def __init__(self, optimizer: str, rate: float, seed: int):
+    def __init__(self, optimizer: str, rate: float, seed: int, other_rate: float):
         import torch
         from data_parallel import DataParallelBucket
         from model import Llama, init_weights
@@ -48,6 +49,8 @@ class Trained:
         matrices = find_matrices(model, None) if optimizer == "muon" else []
         self.args, self.model = argparse.Namespace(zero=0, max_grad_norm=1.0), DataParallelBucket(model)
         self.optimizers = make_optimizers(self.model, matrices, rate)
+        if matrices:
+            self.optimizers[0].param_groups[0]["lr"] = other_rate  # AdamW's, before a schedule keeps it
         self.schedulers = [make_scheduler(each, NUM_STEPS, 10, "cosine") for each in self.optimizers]
 
     def step(self, batch: dict) -> None:
@@ -65,13 +68,13 @@ class Trained:
             scheduler.step()
 
 
-def train_in_turns(names: list[tuple[str, float, int]], folder: pathlib.Path) -> list[Trained]:
+def train_in_turns(names: list[tuple[str, float, int]], folder: pathlib.Path, other_rate: float = 0) -> list[Trained]:
     """The trainings (optimizer, learning rate, seed), after all of their steps. Each seed reads samples of its own."""
     from dataloader import collate_batch, load_samples
     from utils import TINY_LLAMA
 
     [samples] = load_samples("sotu", TINY_LLAMA, 128, 1024, len(SEEDS) * NUM_STEPS * SAMPLES, str(folder))
-    trained = [Trained(*name) for name in names]
+    trained = [Trained(*name, other_rate) for name in names]
     for i in range(NUM_STEPS):
         for each in trained:
             first = (SEEDS.index(each.name[2]) * NUM_STEPS + i) * SAMPLES
@@ -85,7 +88,10 @@ def final(losses: list[float]) -> float:
 
 
 def compare(folder: pathlib.Path) -> dict:
-    """All learning rates with the first seed; then the best one of each optimizer with the others, too."""
+    """All learning rates with the first seed; then the best one of each optimizer with the others, too.
+
+    Beside Muon, AdamW has the rate that is best for AdamW alone, so that only the matrices' optimizer differs.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -95,13 +101,16 @@ def compare(folder: pathlib.Path) -> dict:
 
         pgm.init_process_group("gloo")
         pgm.setup_process_group_manager(1, 1, 1)
-        found = train_in_turns([(kind, rate, SEEDS[0]) for rate in RATES for kind in ("adamw", "muon")], folder)
-        best = {kind: min((final(each.losses), each.name[1]) for each in found if each.name[0] == kind)[1]
-                for kind in ("adamw", "muon")}
+        found, best = [], {}
+        for kind in ("adamw", "muon"):
+            runs = train_in_turns([(kind, rate, SEEDS[0]) for rate in RATES], folder, best.get("adamw", 0))
+            best[kind] = min((final(each.losses), each.name[1]) for each in runs)[1]
+            found += runs
         muon = next(each for each in found if each.name[:2] == ("muon", best["muon"]))
         update = muon.optimizers[1].average(muon.model.module.get_parameter(MATRIX)).detach()
         values = [torch.linalg.svdvals(each).tolist() for each in (update / update.norm(), orthogonalize(update))]
-        found += train_in_turns([(kind, rate, seed) for seed in SEEDS[1:] for kind, rate in best.items()], folder)
+        found += train_in_turns([(kind, rate, seed) for seed in SEEDS[1:] for kind, rate in best.items()], folder,
+                                best["adamw"])
     return {"best": best, "singular_values": values,
             "runs": [{"name": each.name, "losses": each.losses, "seconds": each.seconds} for each in found]}
 
