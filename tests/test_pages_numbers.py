@@ -3,8 +3,10 @@
 import re
 
 import pytest
-from launch import ROOT
-from data_sheets import PRESETS, kept_by_layer
+from launch import ROOT, modules_of
+
+with modules_of(9):
+    from data_sheets import PRESETS, kept_by_layer
 
 SEVEN = PRESETS["llama-2-7b"]
 T, MB, GB = 2048, 1e6, 1e9
