@@ -3,8 +3,10 @@
 import re
 
 import pytest
-from launch import ROOT
-from data_sheets import PRESETS, kept_by_layer
+from launch import ROOT, modules_of
+
+with modules_of(9):
+    from data_sheets import PRESETS, kept_by_layer
 
 SEVEN = PRESETS["llama-2-7b"]
 T, MB, GB = 2048, 1e6, 1e9
@@ -35,7 +37,7 @@ CLAIMS = [  # page, what stands around the number, what it has to be
     ("beyond", r"about a\s+third \((\d+)\s%\)", bubble(4, 16, halves=3)),
     ("beyond", r"16 %.* For (5)\s% m has to be 19 \(p-1\)", bubble(4, 19 * 3)),
     ("beyond/step11_virtual_stages", r"counts (\d+) idle units", idle("dual", 8)),
-    ("beyond/step11_virtual_stages", r"has \(p - 1\)\(F \+ B\) = (\d+)", idle("1f1b", 8)),
+    ("beyond/step11_virtual_stages", r"has\s\(p - 1\)\(F \+ B\) = (\d+)", idle("1f1b", 8)),
     ("beyond/step17_local_steps", r"2 · 7/8 · 4 GB = (\d+) GB", 2 * 7 / 8 * 4),
     ("beyond/step18_muon", r"up to 3\.4445\^5 = (\d+)", 3.4445**5),
     ("step2_process_group_manager", r"for n = 8 (\d+) S", 2 * 3),

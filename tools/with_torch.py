@@ -134,7 +134,7 @@ def train(forward_backward, params, mesh, samples, args, device: str = "cpu") ->
 
     A rank writes {"losses": [one a step], "seconds": [one a step], "memory_gb": peak, "grad_norm": the last step's}.
     """
-    of_mesh, losses, seconds = {}, [], []  # one fused update can't mix DTensors of unlike meshes, and tensors
+    of_mesh, losses, seconds = {}, [], []  # one fused update can't mix DTensors and plain tensors
     for param in params:
         of_mesh.setdefault(getattr(param, "device_mesh", None), []).append(param)
     optimizer = torch.optim.AdamW([{"params": each} for each in of_mesh.values()], lr=args.learning_rate, fused=True)
