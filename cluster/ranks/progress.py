@@ -17,8 +17,8 @@ def is_terminal() -> bool:
 def progress(what: str, items=None, total: float | None = None, unit: str = "", by_all: bool = False) -> tqdm:
     """A bar named `what` that moves as its `items` are taken, or by update(n), to the `total` if that is known.
 
-    It is gone when the work ends. `by_all`: the ranks of a machine do this at once, and the first of them shows it; else
-    the one that works does.
+    It is gone when the work ends. `by_all`: the ranks of a machine do this at once, and the first of them shows it;
+    else the one that works does.
     """
     is_shown = is_terminal() and (not by_all or os.environ.get("LOCAL_RANK", "0") == "0")
     return tqdm(items, what, total, leave=False, disable=not is_shown, unit=unit, unit_scale=items is None,
