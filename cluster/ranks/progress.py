@@ -24,8 +24,8 @@ def progress(what: str, items=None, total: float | None = None, unit: str = "", 
     else the one that works does.
     """
     is_shown = is_terminal() and (not by_all or os.environ.get("LOCAL_RANK", "0") == "0")
-    return tqdm(items, what, total, leave=False, disable=not is_shown, unit=unit, unit_scale=True, dynamic_ncols=True,
-                delay=DELAY)
+    return tqdm(items, what, total, leave=False, disable=not is_shown, unit=unit, unit_scale=items is None,
+                dynamic_ncols=True, delay=DELAY)
 
 
 class Bar:
