@@ -82,12 +82,13 @@ SHORTER = {  # program -> flags that cut a run short, and what tells that it is 
 # These end with an error.
 FAILS = re.compile(r"try\.py check|break_it\.py (sizes|order|\w+ --find)|--timeout \d|<<'END'\nimport os, sys|undivided")
 SECOND_TERMINAL = """({}) > first.txt 2>&1 &
-until [ "$(find first.txt -size +0 -mmin +0.2)" ]; do sleep 1; done
+until [ "$(find . -name first.txt -size +0 -mmin +0.4)" ]; do sleep 1; done
 cat first.txt
 {}"""
-OWN = ["unshare", "--net", "--pid", "--mount-proc", "--fork", "--kill-child", "bash", "-c", 'ip link set lo up; eval "$0"']
-SHELL = ["bash", "-c"]
-MACHINE = SHELL if subprocess.run(f"{shlex.join(OWN)} true", shell=True, stderr=subprocess.DEVNULL).returncode else OWN
+OWN = ["unshare", "--net", "--pid", "--mount-proc", "--fork", "--kill-child", "bash", "-c",
+       'ip link set lo up && exec bash -eo pipefail "$0"']
+SHELL = ["bash", "-eo", "pipefail"]
+MACHINE = SHELL if subprocess.run(f"{shlex.join(OWN)} /dev/null", shell=True, stderr=subprocess.DEVNULL).returncode else OWN
 ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PRTE_MCA_rmaps_default_mapping_policy":
            ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1", "GLOO_SOCKET_IFNAME": "lo"}
 STEP = re.compile(r"step (\d+)/\d+ \| loss ([\d.]+) \| grad norm ([\d.]+)")
@@ -204,7 +205,8 @@ def run(command: str, folder: pathlib.Path, words: list[str] = MACHINE, seconds:
     """The exit code (None: it took too long) and what was printed. The first line that fails ends it."""
     path = f"{folder.parent}/bin:{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}:/usr/sbin:/sbin"
     typed = "\n\n\n" if "ssh-keygen" in command else "What is the state of the Union?\n"
-    process = subprocess.Popen([*words, f"set -eo pipefail\n{command}"], cwd=folder, text=True, start_new_session=True,
+    (folder.parent / "typed").write_text(command)  # pgrep must not find it in the shell's own words
+    process = subprocess.Popen([*words, folder.parent / "typed"], cwd=folder, text=True, start_new_session=True,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                env=environment(PATH=path, **ALLOWED))
     try:
