@@ -104,7 +104,6 @@ def test_a_file_of_the_second_stage_is_damaged(runs, folder, case):
 
 
 @pytest.mark.parametrize("script, flag, other, changes, expected", [
-    (SCRIPT, "dataset_name", "nowhere", {}, "there is no such path"),
     (SCRIPT, "run_name", "taken", {}, "can't write "),
     (SCRIPT, "model_name", "broken", dict(local_steps=2, max_steps=None, pipelines=None, num_microbatches="1,1"),
      "file not fully covered"),
