@@ -3,15 +3,17 @@
 import importlib
 import importlib.util
 import re
+import statistics
 import sys
 import time
+from collections import defaultdict
 
 import attempt
 import baton
 import pytest
 from blanks import Unwritten, find
 from catalogue import EXERCISES, Exercise, judge, load, source_path, stub
-from counting_attempt import COUNTS, RATIOS
+from counting_attempt import COUNTS, RATIOS, mistaken, near
 from exercise_versions import Versions, Wrong
 from launch import ROOT, STEPS
 
@@ -105,6 +107,38 @@ def test_a_usual_multiple_is_named(name, tmp_path):
         found = verdict(EXERCISES[name], wrong, tmp_path)
         *_, numbers, empty, says = found.message.splitlines()
         assert "a run measures" in found.message and "sizes are" in numbers and says, found.message
+
+
+def changed(value, change, name="", beside={}):
+    """Sizes with change(name, number, numbers beside it) for each number: of an argument, or at a place of a tuple."""
+    if isinstance(value, list):
+        return [changed(each, change, name) for each in value]
+    if not isinstance(value, (dict, tuple)):
+        return change(name, value, beside)
+    beside = dict(value if isinstance(value, dict) else enumerate(value))
+    new = {key: changed(each, change, key, beside) for key, each in beside.items()}
+    return new if isinstance(value, dict) else tuple(new.values())
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_no_argument_can_be_left_out(name):
+    """An answer is refused that takes for an argument its first value, its mean, or what another one suggests: their
+    first ratio, or their first product. (One that our own solution does not read is not needed.)"""
+    source, sizes, found = solution(EXERCISES[name]), COUNTS[name].sizes, defaultdict(list)
+    function = mistaken(source, name, ())
+    changed(sizes, lambda key, value, beside: found[key].append((value, beside)))
+    for key, values in found.items():
+        if isinstance(key, str) and len(re.findall(rf"\b{key}\b", source)) == 1:
+            continue
+        first, others = values[0]
+        guesses = [(first, key, 0), (statistics.mean(value for value, _ in values), key, 0)]
+        guesses += [(first / others[other] ** power, other, power) for other in others for power in (1, -1) if
+                    other != key and all(beside[other] and not isinstance(beside[other], list) for _, beside in values)]
+        for factor, other, power in guesses:
+            answers = [function(**changed(size, lambda each, value, beside: value if each != key else
+                                          factor * beside[other] ** power if power else factor)) for size in sizes]
+            assert not all(near(answer, function(**size), COUNTS[name].unit) for answer, size in zip(answers, sizes)), (
+                f"accepted: {key} = {factor} * {other} ** {power}")
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Exercises that count: parameters, FLOPs and tokens a second of one process."""
 
-import itertools
 import operator
 
 import torch
@@ -95,7 +94,7 @@ def ridge_tokens(attempt, inputs, outputs, number_bytes, peak, bandwidth):
     "The embedding is a lookup: no FLOPs. The projection is a matmul.",
     "Attention: the scores are T x T a head, as if each token saw all. Two matmuls forward, q k and scores v, each of "
     "2 T * head_dim FLOPs a token and head; twice that backward."),
-    sizes=[dict(shape, layers=layers, seq_len=seq_len) for shape in (SHAPES[2], SHAPES[4]) for layers in (1, 2, 5)
+    sizes=[dict(shape, layers=layers, seq_len=seq_len) for shape in SHAPES[2:5] for layers in (1, 2, 5)
            for seq_len in (4, 32)], mistakes=[
     ("+ vocab * hidden", "+ 2 * vocab * hidden", "the embedding is a lookup: it multiplies nothing"),
     ("+ vocab * hidden", "", "the projection to the vocabulary is missing"),
@@ -164,8 +163,8 @@ def state_bytes(attempt, num_parameters, num_cast):
     "Attention adds 12 * layers * heads * head_dim * seq_len for a token."),
     sizes=lambda: [dict(weights=weights_that_multiply(shape), layers=shape["layers"], heads=shape["heads"],
                 head_dim=shape["head_dim"], seq_len=seq_len, peak=peak, mfu=mfu, devices=devices)
-           for shape in (SHAPES[5], SEVEN_B)
-           for seq_len, peak, mfu, devices in itertools.product((128, 1024), (989e12, 10e12), (0.4,), (1, 8))],
+           for shape in (*SHAPES[4:], SEVEN_B) for seq_len, peak, mfu, devices in (
+               (128, 989e12, 0.4, 1), (128, 10e12, 0.3, 8), (1024, 989e12, 0.5, 8), (1024, 10e12, 0.4, 1))],
     mistakes=[
     ("6 * weights", "2 * weights", "the matmuls' backward is missing: 6 for each weight, not 2"),
     ("6 * weights", "8 * weights", "8 for each weight only where forward is computed again, with --recompute"),
@@ -186,5 +185,5 @@ def tokens_per_second(attempt, weights, layers, heads, head_dim, seq_len, peak, 
     Return the tokens a second of all devices together. The check counts the FLOPs of a sample of such a model with
     torch.utils.flop_counter, and lets the devices do as many.
     """
-    shape = next(shape for shape in (SHAPES[5], SEVEN_B) if shape["layers"] == layers)
+    shape = next(shape for shape in (*SHAPES[4:], SEVEN_B) if shape["layers"] == layers)
     return seq_len * devices * peak * mfu / flops_of_a_sample(seq_len, *shape.values())

@@ -7,6 +7,7 @@ from counting_further import active_run, fsdp_run, norms_run, ring_run, zero_run
 from counting_ranks import DP_TP, played
 from counting_runs import count_of
 
+FSDP = [dict(DP_TP, hidden=hidden, width=width) for hidden, width in ((16, 24), (32, 16))]
 SMALL = count_of(dict(DP_TP, layers=1)), count_of(dict(DP_TP, layers=2))
 
 
@@ -15,9 +16,9 @@ SMALL = count_of(dict(DP_TP, layers=1)), count_of(dict(DP_TP, layers=2))
     "A stage computes for its micro-batches, and waits for as long as stages - 1 micro-batches take.",
     "max over the pipelines of 3 * layers * (microbatches + stages - 1)."),
     sizes=[dict(pipelines=pipelines) for pipelines in (
-        [(1, 8, 4)], [(2, 4, 4)], [(1, 8, 6), (2, 4, 2)], [(1, 8, 2), (2, 4, 6)], [(4, 2, 4), (2, 4, 4)],
-        [(1, 8, 3), (1, 8, 5)], [(4, 2, 9), (1, 8, 2)], [(2, 4, 3), (2, 4, 3)], [(8, 1, 4), (4, 2, 12)],
-        [(1, 8, 1), (2, 4, 1), (4, 2, 1)], [(1, 8, 2), (2, 4, 5), (4, 2, 7)], [(8, 1, 32), (1, 8, 4)])], mistakes=[
+        [(1, 8, 4)], [(2, 6, 4)], [(1, 8, 6), (2, 4, 2)], [(1, 6, 2), (2, 3, 6)], [(4, 3, 4), (2, 6, 4)],
+        [(1, 4, 3), (1, 4, 5)], [(4, 2, 9), (1, 8, 2)], [(2, 5, 3), (2, 5, 3)], [(8, 1, 4), (4, 2, 12)],
+        [(1, 8, 1), (2, 4, 1), (4, 2, 1)], [(1, 12, 2), (2, 6, 5), (4, 3, 7)], [(8, 1, 32), (1, 8, 4)])], mistakes=[
     ("max(", "min(", "the fast ones wait: gradients are summed when the slowest pipeline is through"),
     ("max(", "sum(", "pipelines run at the same time, not one after the other"),
     ("3 * layers", "layers", "the forward pass only: backward takes twice as long"),
@@ -63,8 +64,9 @@ def zero_bytes(attempt, num_parameters, replicas):
     "To gather P numbers, each of n ranks sends its part to the others: 4 P (n - 1) / n bytes. So does a scatter.",
     "In each micro-batch a layer is gathered in forward and in backward; only the last one is still there.",
     "The rest is gathered once a step. All gradients are scattered in each micro-batch."),
-    sizes=lambda: [dict(layer=1, layers=layers, rest=1, replicas=n, microbatches=m) | fsdp_run(layers, n, m)[1]
-                   for layers in (1, 2, 3) for n, m in ((2, 1), (2, 3), (3, 2), (4, 2))], mistakes=[
+    sizes=lambda: [dict(layer=two - one, layers=layers, rest=2 * one - two, replicas=n, microbatches=m)
+                   for layers in (1, 2, 3) for k, n, m in ((0, 2, 1), (1, 2, 3), (1, 3, 2), (0, 4, 2))
+                   for one, two in [[count_of(dict(FSDP[k], layers=few)) for few in (1, 2)]]], mistakes=[
     ("2 * layers - 1", "2 * layers", "the last layer's backward is next: it stays where it is"),
     ("2 * layers - 1", "layers", "backward needs the weights, too, and gathers them again"),
     (" + layers)", ")", "gradients are scattered, too, once a micro-batch"),
@@ -80,7 +82,8 @@ def fsdp_bytes(attempt, layer, layers, rest, replicas, microbatches):
     --zero 3, in float32, without a pipeline. Return the bytes that a rank sends in an optimizer step. The check runs
     step 13's FullyShardedDataParallel.
     """
-    return fsdp_run(layers, replicas, microbatches)[0]
+    shape = next(shape for shape in FSDP if count_of(dict(shape, layers=1)) == layer + rest)
+    return fsdp_run(layers, replicas, microbatches, shape["hidden"], shape["width"])
 
 
 @counts("14", "bytes", hints=(
