@@ -45,7 +45,7 @@ def parameters(attempt, tied, **shape):
     "What moves: the input (t, inputs), the weight (inputs, outputs) and the output (t, outputs).",
     "Both times grow with t. Solve 2 t i o / peak >= b (t i + i o + t o) / bandwidth for t, and round up."),
     sizes=[dict(inputs=i, outputs=o, number_bytes=b, peak=peak, bandwidth=bandwidth) for i, o in (
-        (4096, 4096), (4096, 11008), (8192, 1024)) for b, peak, bandwidth in (
+        (4096, 4096), (4096, 11008), (8192, 1024), (256, 256)) for b, peak, bandwidth in (
         (2, 989e12, 3350e9), (2, 312e12, 2039e9), (4, 67e12, 3350e9), (4, 0.15e12, 17e9))], mistakes=[
     ("flops = 2 * inputs", "flops = inputs", "a multiplication and an addition are two FLOPs"),
     ("flops = 2 * inputs", "flops = 6 * inputs", "this is the forward pass alone: two FLOPs a weight and token"),
@@ -58,6 +58,8 @@ def parameters(attempt, tied, **shape):
     ("number_bytes * (inputs + outputs)", "(inputs + outputs)", "input and output have number_bytes bytes a number"),
     ("-(-weight / bandwidth // gain)", "weight / bandwidth // gain", "with that many tokens moving still takes longer: "
      "round up"),
+    (" if gain > 0 else 0", "", "in a narrow layer, a token takes longer to move than to compute: no t is enough, so "
+     "return 0"),
     ("-(-weight / bandwidth // gain)", "peak / bandwidth", "that is the ridge point, FLOPs a byte; what is asked for "
      "are the tokens that reach it")])
 def ridge_tokens(attempt, inputs, outputs, number_bytes, peak, bandwidth):
@@ -71,8 +73,9 @@ def ridge_tokens(attempt, inputs, outputs, number_bytes, peak, bandwidth):
         and of moving        ----/----      now and then. From some t on it computes all the time.
                                 /  t
 
-    Return the least whole number of tokens t from which on computing takes at least as long as moving. The check counts
-    FLOPs and bytes of real tensors, for t and for t - 1.
+    Return the least whole number of tokens t from which on computing takes at least as long as moving, and 0 if there
+    is none: in a narrow layer, each token's input and output take longer to move than to compute with. The check counts
+    FLOPs and bytes of tensors, for t and for t - 1.
     """
     dtype = {2: torch.bfloat16, 4: torch.float32}[number_bytes]
 
@@ -84,7 +87,9 @@ def ridge_tokens(attempt, inputs, outputs, number_bytes, peak, bandwidth):
         return counter.get_total_flops() / peak, moved / bandwidth
 
     (one, moving), (two, more) = seconds(1), seconds(2)  # both grow evenly, which gives a place to look
-    tokens = round((moving - one) / ((two - one) - (more - moving))) + 1
+    if (gain := (two - one) - (more - moving)) <= 0:
+        return 0
+    tokens = round((moving - one) / gain) + 1
     return next(near for near in range(tokens - 2, tokens + 3) if operator.ge(*seconds(near)))
 
 

@@ -8,7 +8,7 @@ from counting_ranks import DP_TP, played
 from counting_runs import count_of
 
 FSDP = [dict(DP_TP, hidden=hidden, width=width) for hidden, width in ((16, 24), (32, 16))]
-SMALL = count_of(dict(DP_TP, layers=1)), count_of(dict(DP_TP, layers=2))
+SMALL = [count_of(dict(DP_TP, layers=layers)) for layers in (1, 2, 3)]
 
 
 @counts("9", "units of time", hints=(
@@ -24,6 +24,7 @@ SMALL = count_of(dict(DP_TP, layers=1)), count_of(dict(DP_TP, layers=2))
     ("3 * layers", "layers", "the forward pass only: backward takes twice as long"),
     (" + stages - 1", "", "the bubble is missing: a stage waits for stages - 1 micro-batches"),
     ("stages - 1", "stages", "stages - 1 others come before or after a stage, not all of them"),
+    ("* layers", "* 8 / stages", "`layers` says how many a stage has"),
     ("layers * ", "layers * stages * ", "a stage computes its own layers only"),
     ("3 * layers * (microbatches + stages - 1)", "3 * layers * microbatches * stages", "micro-batches overlap: while "
      "one is on the next stage, this one has another")])
@@ -42,7 +43,7 @@ def unlike_pipelines_units(attempt, pipelines):
     "Each rank has all weights, since forward needs them.",
     "Of the gradients that the optimizer reads, and of its two moments, a rank has its share.",
     "4 num_parameters + (4 + 8) num_parameters / replicas."),
-    sizes=[dict(num_parameters=number, replicas=n) for number in SMALL for n in (2, 3, 4, 8, 16)], mistakes=[
+    sizes=[dict(num_parameters=number, replicas=n) for number in SMALL for n in (2, 4, 8, 16)], mistakes=[
     ("4 * num_parameters +", "4 * num_parameters / replicas +", "that is --zero 3: with 1 and 2 each rank has all "
      "weights"),
     ("12 *", "8 *", "gradients are missing: the optimizer's shard has one of each number, too"),
@@ -53,11 +54,11 @@ def unlike_pipelines_units(attempt, pipelines):
 def zero_bytes(attempt, num_parameters, replicas):
     """Count what ZeRO leaves on a rank.
 
-    `replicas` ranks divide AdamW's work equally with --zero 2. All numbers are float32. Return the bytes of weights,
-    gradients and AdamW's two moments that a rank keeps when the optimizer has just stepped. The check runs step 12's
-    Zero, and adds up its tensors.
+    `replicas` ranks divide AdamW's work equally with --zero 2: `replicas` divides num_parameters. All numbers are
+    float32. Return the bytes of weights, gradients and AdamW's two moments that a rank keeps when the optimizer has
+    just stepped. The check runs step 12's Zero, and adds up its tensors, on average over the ranks.
     """
-    return zero_run(replicas, 1 + (num_parameters == SMALL[1]))
+    return zero_run(replicas, 1 + SMALL.index(num_parameters))
 
 
 @counts("13", "bytes", hints=(

@@ -132,5 +132,6 @@ def training_days(attempt, weights, layers, heads, head_dim, seq_len, tokens, gp
 
     The check counts the FLOPs of a sample with torch.utils.flop_counter, on the meta device, where a 7B fits.
     """
-    flops = flops_of_a_sample(seq_len, *next(each for each in LLAMAS if each["layers"] == layers).values()) / seq_len * tokens
+    shape = next(shape for shape in LLAMAS if shape["layers"] == layers)
+    flops = flops_of_a_sample(seq_len, *shape.values()) / seq_len * tokens
     return flops / (gpus * peak * mfu) / (24 * 3600)
