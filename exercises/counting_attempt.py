@@ -13,6 +13,7 @@ and one that makes two of the mistakes, both.
 import functools
 import itertools
 import math
+import numbers
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -93,9 +94,11 @@ def judge_counts(attempt, count: Count, measure: Callable) -> None:
     function, sizes, got, measured = attempt.function(), count.sizes, [], []
     for size in sizes:
         value = function(*size.values())
-        attempt.require(isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
+        number = value.item() if getattr(value, "shape", None) == () else value  # of numpy, or a tensor
+        is_number = isinstance(number, numbers.Number) and not isinstance(number, (bool, complex))
+        attempt.require(is_number and abs(number) < math.inf,
                         f"for {words(size)} it returns {value!r}, but has to return a number")
-        got.append(value)
+        got.append(float(number))
         measured.append(measure(attempt, **size))
     wrong = [k for k, (one, other) in enumerate(zip(got, measured)) if not near(one, other, count.unit)]
     if not wrong:

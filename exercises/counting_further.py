@@ -33,16 +33,14 @@ def zero_run(replicas: int, layers: int) -> float:
 
 
 @functools.cache
-def fsdp_run(layers: int, replicas: int, microbatches: int) -> tuple[float, dict[str, int]]:
-    """Bytes that a rank sends in an optimizer step, the mean over ranks; parameters of a layer, and of the rest."""
+def fsdp_run(layers: int, replicas: int, microbatches: int, hidden: int, width: int) -> float:
+    """Bytes that a rank sends in an optimizer step, the mean over ranks."""
     def program(modules, rank):
         modules.process_group_manager.setup_process_group_manager(replicas, 1, 1)
-        whole = llama(**DP_TP, layers=layers)
+        whole = llama(**{**DP_TP, "hidden": hidden, "width": width}, layers=layers)
         with torch.device("meta"):
             model = modules.pipeline_parallel.PipelineParallel(modules.model.Llama(whole.config))
         modules.model.init_weights(model, 0, torch.device("cpu"), modules.tensor_parallel.split_over_tp)
-        layer = sum(param.numel() for param in model.decoder_layers["0"].parameters())
-        rest = sum(param.numel() for param in model.parameters()) - layers * layer
         model = modules.fsdp.FullyShardedDataParallel(model)
         torch.distributed.barrier()
         world.events.clear()  # of the connections, which a run opens once
@@ -51,11 +49,10 @@ def fsdp_run(layers: int, replicas: int, microbatches: int) -> tuple[float, dict
             model.require_backward_grad_sync = i == microbatches - 1
             model(IDS, 0).sum().backward()
         model.finish_gradient_sync()
-        return dict(layer=layer, rest=rest)
 
     world, source = World(replicas), StepSource("13")
-    counted = world.run(lambda rank: program(source.load(), rank))
-    return world.num_bytes() / replicas, counted[0]
+    world.run(lambda rank: program(source.load(), rank))
+    return world.num_bytes() / replicas
 
 
 @functools.cache

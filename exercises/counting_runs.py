@@ -117,10 +117,11 @@ def kept_bytes(layers: int, recompute: bool, tokens, hidden, width, heads, head_
 
 
 @functools.cache
-def sample_of(samples: int) -> int:
-    """Bytes that the smallest shape keeps of so many samples of 8 tokens."""
-    model, held = llama(**SHAPES[0], device="cpu"), Held()
-    modules("8").model.get_cos_sin(8, 8, torch.float32, torch.device("cpu"), rope_theta=1e4, rope_type="default")
+def sample_of(samples: int, **shape: int) -> int:
+    """Bytes that a model of this shape keeps of so many samples of 8 tokens."""
+    model, held = llama(**shape, device="cpu"), Held()
+    modules("8").model.get_cos_sin(8, shape["head_dim"], torch.float32, torch.device("cpu"), rope_theta=1e4,
+                                   rope_type="default")
     ids = torch.zeros(samples, 8, dtype=torch.long)
     with held:
         out = model(ids)

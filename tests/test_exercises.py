@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import re
+import statistics
 import sys
 import time
 
@@ -11,12 +12,18 @@ import baton
 import pytest
 from blanks import Unwritten, find
 from catalogue import EXERCISES, Exercise, judge, load, source_path, stub
-from counting_attempt import COUNTS, RATIOS
+from counting_attempt import COUNTS, RATIOS, mistaken, near
 from exercise_versions import Versions, Wrong
 from launch import ROOT, STEPS
 
 load()
 SECONDS = 5.0  # of a check; here twice that, of processor time, as other tests run beside it
+EMPTIES = """
+def {}(*args, **flags):
+    copies = [each[:] if isinstance(each, list) else each for each in args]
+    [each.clear() for each in args if isinstance(each, list)]
+    return right(*copies, **flags)
+"""
 
 
 def versions(name: str) -> Versions:
@@ -29,21 +36,6 @@ def versions(name: str) -> Versions:
 
 def solution(one: Exercise) -> str:
     return find(source_path(one), one.name_in_module).source()
-
-
-def emptied(one: Exercise) -> str:
-    """Our solution, which, if it is a function, leaves nothing of the lists and dictionaries that it is given."""
-    name, source = one.name_in_module, solution(one)
-    if (renamed := re.sub(rf"^def {name}\(", "def right(", source, flags=re.M)) == source:
-        return source
-    return f"""{renamed}
-
-def {name}(*args, **flags):
-    returned = right(*args, **flags)
-    returned = iter([*returned]) if hasattr(returned, "send") else returned
-    [each.clear() for each in args if isinstance(each, (list, dict))]
-    return returned
-"""
 
 
 def verdict(one: Exercise, source: str, folder):
@@ -66,9 +58,10 @@ def test_pages_name_them():
 
 @pytest.mark.parametrize("name", EXERCISES)
 def test_solution_is_right(name, tmp_path):
-    """Also where it empties the lists that it was given: the check measures with its own."""
+    """Also where it empties its lists, if it is a function: the check measures with its own."""
     one, start = EXERCISES[name], time.process_time()
-    found = verdict(one, emptied(one), tmp_path)
+    source = re.sub(rf"^def {one.name_in_module}\(", "def right(", solution(one), flags=re.M)
+    found = verdict(one, source + EMPTIES.format(one.name_in_module) * ("def right(" in source), tmp_path)
     assert found.is_right and found.stars == 3, (found.message, found.scores)
     assert time.process_time() - start < 2 * SECONDS
 
@@ -105,6 +98,21 @@ def test_a_usual_multiple_is_named(name, tmp_path):
         found = verdict(EXERCISES[name], wrong, tmp_path)
         *_, numbers, empty, says = found.message.splitlines()
         assert "a run measures" in found.message and "sizes are" in numbers and says, found.message
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_no_argument_can_be_left_out(name):
+    """Not for its first value, its mean, or what another one suggests: in their first ratio, or their first product."""
+    source, sizes = solution(EXERCISES[name]), COUNTS[name].sizes
+    function, right = mistaken(source, name, ()), [mistaken(source, name, ())(**size) for size in sizes]
+    columns = {key: [size[key] for size in sizes] for key, value in sizes[0].items() if not isinstance(value, list)}
+    for key, values in columns.items():
+        guesses = [values[:1] * len(sizes), [statistics.mean(values)] * len(sizes)]
+        for other in (other for each, other in columns.items() if each != key and all(other)):
+            guesses += [[values[0] / (other[0] / each) ** power for each in other] for power in (1, -1)]
+        for guess in guesses if len(re.findall(rf"\b{key}\b", source)) > 1 else ():  # else ours does not read it
+            answers = [function(**{**size, key: each}) for size, each in zip(sizes, guess)]
+            assert not all(map(near, answers, right, [COUNTS[name].unit] * len(sizes))), f"accepted: {key} as {guess}"
 
 
 @pytest.mark.slow

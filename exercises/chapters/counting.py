@@ -1,6 +1,5 @@
 """Exercises that count: parameters, FLOPs and tokens a second of one process."""
 
-import itertools
 import operator
 
 import torch
@@ -46,7 +45,7 @@ def parameters(attempt, tied, **shape):
     "What moves: the input (t, inputs), the weight (inputs, outputs) and the output (t, outputs).",
     "Both times grow with t. Solve 2 t i o / peak >= b (t i + i o + t o) / bandwidth for t, and round up."),
     sizes=[dict(inputs=i, outputs=o, number_bytes=b, peak=peak, bandwidth=bandwidth) for i, o in (
-        (4096, 4096), (4096, 11008), (8192, 1024)) for b, peak, bandwidth in (
+        (4096, 4096), (4096, 11008), (8192, 1024), (256, 256)) for b, peak, bandwidth in (
         (2, 989e12, 3350e9), (2, 312e12, 2039e9), (4, 67e12, 3350e9), (4, 0.15e12, 17e9))], mistakes=[
     ("flops = 2 * inputs", "flops = inputs", "a multiplication and an addition are two FLOPs"),
     ("flops = 2 * inputs", "flops = 6 * inputs", "this is the forward pass alone: two FLOPs a weight and token"),
@@ -59,6 +58,8 @@ def parameters(attempt, tied, **shape):
     ("number_bytes * (inputs + outputs)", "(inputs + outputs)", "input and output have number_bytes bytes a number"),
     ("-(-weight / bandwidth // gain)", "weight / bandwidth // gain", "with that many tokens moving still takes longer: "
      "round up"),
+    (" if gain > 0 else 0", "", "in a narrow layer, a token takes longer to move than to compute: no t is enough, so "
+     "return 0"),
     ("-(-weight / bandwidth // gain)", "peak / bandwidth", "that is the ridge point, FLOPs a byte; what is asked for "
      "are the tokens that reach it")])
 def ridge_tokens(attempt, inputs, outputs, number_bytes, peak, bandwidth):
@@ -72,8 +73,9 @@ def ridge_tokens(attempt, inputs, outputs, number_bytes, peak, bandwidth):
         and of moving        ----/----      now and then. From some t on it computes all the time.
                                 /  t
 
-    Return the least whole number of tokens t from which on computing takes at least as long as moving. The check counts
-    FLOPs and bytes of real tensors, for t and for t - 1.
+    Return the least whole number of tokens t from which on computing takes at least as long as moving, and 0 if there
+    is none: in a narrow layer, each token's input and output take longer to move than to compute with. The check counts
+    FLOPs and bytes of tensors, for t and for t - 1.
     """
     dtype = {2: torch.bfloat16, 4: torch.float32}[number_bytes]
 
@@ -85,7 +87,9 @@ def ridge_tokens(attempt, inputs, outputs, number_bytes, peak, bandwidth):
         return counter.get_total_flops() / peak, moved / bandwidth
 
     (one, moving), (two, more) = seconds(1), seconds(2)  # both grow evenly, which gives a place to look
-    tokens = round((moving - one) / ((two - one) - (more - moving))) + 1
+    if (gain := (two - one) - (more - moving)) <= 0:
+        return 0
+    tokens = round((moving - one) / gain) + 1
     return next(near for near in range(tokens - 2, tokens + 3) if operator.ge(*seconds(near)))
 
 
@@ -95,7 +99,7 @@ def ridge_tokens(attempt, inputs, outputs, number_bytes, peak, bandwidth):
     "The embedding is a lookup: no FLOPs. The projection is a matmul.",
     "Attention: the scores are T x T a head, as if each token saw all. Two matmuls forward, q k and scores v, each of "
     "2 T * head_dim FLOPs a token and head; twice that backward."),
-    sizes=[dict(shape, layers=layers, seq_len=seq_len) for shape in (SHAPES[2], SHAPES[4]) for layers in (1, 2, 5)
+    sizes=[dict(shape, layers=layers, seq_len=seq_len) for shape in SHAPES[2:5] for layers in (1, 2, 5)
            for seq_len in (4, 32)], mistakes=[
     ("+ vocab * hidden", "+ 2 * vocab * hidden", "the embedding is a lookup: it multiplies nothing"),
     ("+ vocab * hidden", "", "the projection to the vocabulary is missing"),
@@ -164,8 +168,8 @@ def state_bytes(attempt, num_parameters, num_cast):
     "Attention adds 12 * layers * heads * head_dim * seq_len for a token."),
     sizes=lambda: [dict(weights=weights_that_multiply(shape), layers=shape["layers"], heads=shape["heads"],
                 head_dim=shape["head_dim"], seq_len=seq_len, peak=peak, mfu=mfu, devices=devices)
-           for shape in (SHAPES[5], SEVEN_B)
-           for seq_len, peak, mfu, devices in itertools.product((128, 1024), (989e12, 10e12), (0.4,), (1, 8))],
+           for shape in (*SHAPES[4:], SEVEN_B) for seq_len, peak, mfu, devices in (
+               (128, 989e12, 0.4, 1), (128, 10e12, 0.3, 8), (1024, 989e12, 0.5, 8), (1024, 10e12, 0.4, 1))],
     mistakes=[
     ("6 * weights", "2 * weights", "the matmuls' backward is missing: 6 for each weight, not 2"),
     ("6 * weights", "8 * weights", "8 for each weight only where forward is computed again, with --recompute"),
@@ -186,5 +190,5 @@ def tokens_per_second(attempt, weights, layers, heads, head_dim, seq_len, peak, 
     Return the tokens a second of all devices together. The check counts the FLOPs of a sample of such a model with
     torch.utils.flop_counter, and lets the devices do as many.
     """
-    shape = next(shape for shape in (SHAPES[5], SEVEN_B) if shape["layers"] == layers)
+    shape = next(shape for shape in (*SHAPES[4:], SEVEN_B) if shape["layers"] == layers)
     return seq_len * devices * peak * mfu / flops_of_a_sample(seq_len, *shape.values())

@@ -7,7 +7,8 @@ from counting_further import active_run, fsdp_run, norms_run, ring_run, zero_run
 from counting_ranks import DP_TP, played
 from counting_runs import count_of
 
-SMALL = count_of(dict(DP_TP, layers=1)), count_of(dict(DP_TP, layers=2))
+FSDP = [dict(DP_TP, hidden=hidden, width=width) for hidden, width in ((16, 24), (32, 16))]
+SMALL = [count_of(dict(DP_TP, layers=layers)) for layers in (1, 2, 3)]
 
 
 @counts("9", "units of time", hints=(
@@ -15,14 +16,15 @@ SMALL = count_of(dict(DP_TP, layers=1)), count_of(dict(DP_TP, layers=2))
     "A stage computes for its micro-batches, and waits for as long as stages - 1 micro-batches take.",
     "max over the pipelines of 3 * layers * (microbatches + stages - 1)."),
     sizes=[dict(pipelines=pipelines) for pipelines in (
-        [(1, 8, 4)], [(2, 4, 4)], [(1, 8, 6), (2, 4, 2)], [(1, 8, 2), (2, 4, 6)], [(4, 2, 4), (2, 4, 4)],
-        [(1, 8, 3), (1, 8, 5)], [(4, 2, 9), (1, 8, 2)], [(2, 4, 3), (2, 4, 3)], [(8, 1, 4), (4, 2, 12)],
-        [(1, 8, 1), (2, 4, 1), (4, 2, 1)], [(1, 8, 2), (2, 4, 5), (4, 2, 7)], [(8, 1, 32), (1, 8, 4)])], mistakes=[
+        [(1, 8, 4)], [(2, 6, 4)], [(1, 8, 6), (2, 4, 2)], [(1, 6, 2), (2, 3, 6)], [(4, 3, 4), (2, 6, 4)],
+        [(1, 4, 3), (1, 4, 5)], [(4, 2, 9), (1, 8, 2)], [(2, 5, 3), (2, 5, 3)], [(8, 1, 4), (4, 2, 12)],
+        [(1, 8, 1), (2, 4, 1), (4, 2, 1)], [(1, 12, 2), (2, 6, 5), (4, 3, 7)], [(8, 1, 32), (1, 8, 4)])], mistakes=[
     ("max(", "min(", "the fast ones wait: gradients are summed when the slowest pipeline is through"),
     ("max(", "sum(", "pipelines run at the same time, not one after the other"),
     ("3 * layers", "layers", "the forward pass only: backward takes twice as long"),
     (" + stages - 1", "", "the bubble is missing: a stage waits for stages - 1 micro-batches"),
     ("stages - 1", "stages", "stages - 1 others come before or after a stage, not all of them"),
+    ("* layers", "* 8 / stages", "`layers` says how many a stage has"),
     ("layers * ", "layers * stages * ", "a stage computes its own layers only"),
     ("3 * layers * (microbatches + stages - 1)", "3 * layers * microbatches * stages", "micro-batches overlap: while "
      "one is on the next stage, this one has another")])
@@ -41,7 +43,7 @@ def unlike_pipelines_units(attempt, pipelines):
     "Each rank has all weights, since forward needs them.",
     "Of the gradients that the optimizer reads, and of its two moments, a rank has its share.",
     "4 num_parameters + (4 + 8) num_parameters / replicas."),
-    sizes=[dict(num_parameters=number, replicas=n) for number in SMALL for n in (2, 3, 4, 8, 16)], mistakes=[
+    sizes=[dict(num_parameters=number, replicas=n) for number in SMALL for n in (2, 4, 8, 16)], mistakes=[
     ("4 * num_parameters +", "4 * num_parameters / replicas +", "that is --zero 3: with 1 and 2 each rank has all "
      "weights"),
     ("12 *", "8 *", "gradients are missing: the optimizer's shard has one of each number, too"),
@@ -52,19 +54,20 @@ def unlike_pipelines_units(attempt, pipelines):
 def zero_bytes(attempt, num_parameters, replicas):
     """Count what ZeRO leaves on a rank.
 
-    `replicas` ranks divide AdamW's work equally with --zero 2. All numbers are float32. Return the bytes of weights,
-    gradients and AdamW's two moments that a rank keeps when the optimizer has just stepped. The check runs step 12's
-    Zero, and adds up its tensors.
+    `replicas` ranks divide AdamW's work equally with --zero 2: `replicas` divides num_parameters. All numbers are
+    float32. Return the bytes of weights, gradients and AdamW's two moments that a rank keeps when the optimizer has
+    just stepped. The check runs step 12's Zero, and adds up its tensors, on average over the ranks.
     """
-    return zero_run(replicas, 1 + (num_parameters == SMALL[1]))
+    return zero_run(replicas, 1 + SMALL.index(num_parameters))
 
 
 @counts("13", "bytes", hints=(
     "To gather P numbers, each of n ranks sends its part to the others: 4 P (n - 1) / n bytes. So does a scatter.",
     "In each micro-batch a layer is gathered in forward and in backward; only the last one is still there.",
     "The rest is gathered once a step. All gradients are scattered in each micro-batch."),
-    sizes=lambda: [dict(layer=1, layers=layers, rest=1, replicas=n, microbatches=m) | fsdp_run(layers, n, m)[1]
-                   for layers in (1, 2, 3) for n, m in ((2, 1), (2, 3), (3, 2), (4, 2))], mistakes=[
+    sizes=lambda: [dict(layer=two - one, layers=layers, rest=2 * one - two, replicas=n, microbatches=m)
+                   for layers in (1, 2, 3) for k, n, m in ((0, 2, 1), (1, 2, 3), (1, 3, 2), (0, 4, 2))
+                   for one, two in [[count_of(dict(FSDP[k], layers=few)) for few in (1, 2)]]], mistakes=[
     ("2 * layers - 1", "2 * layers", "the last layer's backward is next: it stays where it is"),
     ("2 * layers - 1", "layers", "backward needs the weights, too, and gathers them again"),
     (" + layers)", ")", "gradients are scattered, too, once a micro-batch"),
@@ -80,7 +83,8 @@ def fsdp_bytes(attempt, layer, layers, rest, replicas, microbatches):
     --zero 3, in float32, without a pipeline. Return the bytes that a rank sends in an optimizer step. The check runs
     step 13's FullyShardedDataParallel.
     """
-    return fsdp_run(layers, replicas, microbatches)[0]
+    shape = next(shape for shape in FSDP if count_of(dict(shape, layers=1)) == layer + rest)
+    return fsdp_run(layers, replicas, microbatches, shape["hidden"], shape["width"])
 
 
 @counts("14", "bytes", hints=(

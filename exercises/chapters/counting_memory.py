@@ -47,7 +47,7 @@ def layer_activations(attempt, tokens, hidden, width, heads, head_dim):
     "Backward begins at the last layer: it is computed again, and then keeps all that it would have kept.",
     "The outputs of the other layers, tokens * hidden numbers each, and layer_bytes."),
     sizes=lambda: [dict(layers=layers, tokens=size["tokens"], hidden=size["hidden"], layer_bytes=kept_bytes(
-        1, False, *size.values())) for size in LAYER[4:8] for layers in (1, 2, 5)], mistakes=[
+        1, False, *size.values())) for size in (*LAYER[2:5], LAYER[7]) for layers in (1, 2, 5)], mistakes=[
     ("outputs + layer_bytes", "outputs", "the layer that is computed again keeps all of its own meanwhile"),
     ("outputs + layer_bytes", "layer_bytes", "each layer keeps its input"),
     ("outputs + layer_bytes", "layers * layer_bytes", "that is without --recompute"),
@@ -77,9 +77,9 @@ def recomputed_activations(attempt, layers, tokens, hidden, layer_bytes):
     "What is there whatever the batch: weights, gradients and AdamW's two moments, all float32.",
     "The rest of the memory holds so many times the activations of a sample.",
     "Whole samples only, and none where not even the state fits."),
-    sizes=lambda: [dict(memory=16 * count_of(SHAPES[0]) + more, num_parameters=count_of(SHAPES[0]),
-                        sample_bytes=sample_of(1)) for more in (
-        -20000, -1, 0, *(k * sample_of(1) + rest for k in (1, 2, 3, 5) for rest in (-1, 0, 999)))], mistakes=[
+    sizes=lambda: [dict(memory=16 * count_of(shape) + more, num_parameters=count_of(shape),
+                        sample_bytes=sample_of(1, **shape)) for shape in SHAPES[:2] for more in (
+        -20000, -1, 0, *(k * sample_of(1, **shape) + rest for k in (1, 2, 5) for rest in (-1, 0, 999)))], mistakes=[
     ("16 * num", "4 * num", "gradients and AdamW's moments need memory, too"),
     ("16 * num", "8 * num", "AdamW's two moments need memory, too"),
     ("16 * num", "12 * num", "one of these is missing: weights, gradients and AdamW's two moments"),
@@ -100,13 +100,14 @@ def largest_micro_batch(attempt, memory, num_parameters, sample_bytes):
 
     The check makes the model's state, runs the forward of 1, 2, ... samples, and adds up what is held.
     """
-    model, samples = llama(**SHAPES[0], device="cpu"), 0
+    shape = next(shape for shape in SHAPES if count_of(shape) == num_parameters)
+    model, samples = llama(**shape, device="cpu"), 0
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     optimizer.step()
     moments = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor.dim()]
     state = sum(tensor.nbytes for tensor in (*model.parameters(), *model.parameters(), *moments))
-    while state + sample_of(samples + 1) <= memory:
+    while state + sample_of(samples + 1, **shape) <= memory:
         samples += 1
     return samples
 
@@ -116,7 +117,7 @@ def largest_micro_batch(attempt, memory, num_parameters, sample_bytes):
     "A layer has 4 * hidden^2 + 3 * hidden * width + 2 * hidden parameters; the rest 2 * vocab * hidden + hidden.",
     "memory / 16 are the parameters that fit. Take off the rest, divide by a layer, round down."),
     sizes=[dict(memory=memory, vocab=vocab, hidden=hidden, width=width) for vocab, hidden, width in (
-        (1024, 128, 352), (32000, 1024, 2816), (32000, 2048, 5632)) for memory in (
+        (1024, 128, 352), (32000, 1024, 4096), (32000, 2048, 5632)) for memory in (
         1 << 30, 8 << 30, 24 * 10**9, 80 * 10**9)], mistakes=[
     ("memory / 16", "memory / 4", "gradients and AdamW's moments need memory, too: 16 bytes a parameter"),
     ("memory / 16", "memory / 8", "AdamW's moments need memory, too: 16 bytes a parameter"),

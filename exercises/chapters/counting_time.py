@@ -2,8 +2,11 @@
 
 from counting_attempt import counts
 from counting_ranks import played
-from counting_runs import SEVEN_B, flops_of_a_sample, weights_that_multiply
+from counting_runs import SEVEN_B, SHAPE, flops_of_a_sample, weights_that_multiply
 from schedule_check import UNITS
+
+LLAMAS = [SEVEN_B, dict(zip(SHAPE, (32000, 2048, 5632, 22, 32, 4, 64))),
+          dict(zip(SHAPE, (32000, 5120, 13824, 40, 40, 40, 128)))]  # of 7, 1 and 13 billion
 
 
 @counts("7", "of the time", hints=(
@@ -109,9 +112,10 @@ def interleaved_units(attempt, stages, microbatches, chunks):
     "FLOPs a token: 6 for each weight, and 12 * layers * heads * head_dim * seq_len for attention.",
     "All GPUs together do gpus * peak * mfu FLOPs a second.", "A day has 86,400 seconds."),
     sizes=lambda: [dict(weights=weights_that_multiply(shape), layers=shape["layers"], heads=shape["heads"],
-                        head_dim=shape["head_dim"], seq_len=seq_len, tokens=tokens, gpus=gpus, peak=989e12, mfu=0.4)
-                   for shape in (SEVEN_B, dict(SEVEN_B, layers=16)) for seq_len in (2048, 8192)
-                   for tokens, gpus in ((1e12, 64), (2e12, 64), (1e11, 8))], mistakes=[
+                        head_dim=shape["head_dim"], seq_len=seq_len, tokens=tokens, gpus=gpus, peak=peak, mfu=mfu)
+                   for shape in LLAMAS for seq_len, tokens, gpus, peak, mfu in (
+                       (2048, 1e12, 64, 989e12, 0.4), (8192, 2e12, 64, 989e12, 0.5), (2048, 1e11, 8, 312e12, 0.3),
+                       (8192, 1e12, 256, 312e12, 0.4))], mistakes=[
     (" + 12 * layers * heads * head_dim * seq_len", "", "attention is missing"),
     ("12 * layers", "6 * layers", "half of attention: MFU counts all T x T scores"),
     ("12 * layers", "4 * layers", "attention's backward is missing"),
@@ -128,5 +132,6 @@ def training_days(attempt, weights, layers, heads, head_dim, seq_len, tokens, gp
 
     The check counts the FLOPs of a sample with torch.utils.flop_counter, on the meta device, where a 7B fits.
     """
-    flops = flops_of_a_sample(seq_len, *dict(SEVEN_B, layers=layers).values()) / seq_len * tokens
+    shape = next(shape for shape in LLAMAS if shape["layers"] == layers)
+    flops = flops_of_a_sample(seq_len, *shape.values()) / seq_len * tokens
     return flops / (gpus * peak * mfu) / (24 * 3600)

@@ -12,11 +12,11 @@ def parameters(vocab, hidden, width, layers, heads, kv_heads, head_dim, tied):
 ''',
     "ridge_tokens": '''
 def ridge_tokens(inputs, outputs, number_bytes, peak, bandwidth):
-    tokens = 1
-    while 2 * tokens * inputs * outputs / peak < (
-            number_bytes * (tokens * inputs + inputs * outputs + tokens * outputs) / bandwidth):
-        tokens += 1
-    return tokens
+    for tokens in range(1, 10**5):
+        if 2 * tokens * inputs * outputs / peak >= (
+                number_bytes * (tokens * inputs + inputs * outputs + tokens * outputs) / bandwidth):
+            return tokens
+    return 0
 ''',
     "all_reduce_bytes": '''
 def all_reduce_bytes(num_bytes, ranks):
@@ -26,12 +26,13 @@ def all_reduce_bytes(num_bytes, ranks):
     return sent
 ''',
     "tokens_per_second": '''
-import math
+import numpy
 
 def tokens_per_second(weights, layers, heads, head_dim, seq_len, peak, mfu, devices):
     flops = 3 * (2 * weights * seq_len + layers * heads * 2 * 2 * seq_len ** 2 * head_dim)
-    return math.ceil(devices * mfu * peak / flops * seq_len)
+    return numpy.ceil(devices * mfu * peak / flops * seq_len).astype(int)
 ''',
+    "zero_bytes": "def zero_bytes(number, ranks):\n    return 4 * number + 12 * -(-number // ranks)\n",  # a shard
     "num_buckets": '''
 def num_buckets(sizes, limit):
     if not sizes:
@@ -43,8 +44,9 @@ def num_buckets(sizes, limit):
     return 1 + num_buckets(sizes[:k], limit)
 ''',
     "bubble": '''
+from fractions import Fraction
 def bubble(stages, microbatches):
-    return 1 - microbatches / (microbatches + stages - 1)
+    return 1 - Fraction(microbatches, microbatches + stages - 1)
 ''',
     "alive_activations": '''
 def alive_activations(stage, stages, microbatches):
