@@ -181,7 +181,7 @@ make_files() {
     # No PAM: it would move a session into a cgroup of its own, out of reach of `slow`.
     printf '%s\n' "Port 22" "Port 2222" "HostKey $state/host_key" "AuthorizedKeysFile $state/id_ed25519.pub" \
         "AuthenticationMethods publickey" "PermitRootLogin prohibit-password" "StrictModes no" "UsePAM no" \
-        "PidFile none" >"$state/sshd_config"
+        "PidFile none" "Subsystem sftp internal-sftp" >"$state/sshd_config"
     for node in "${nodes[@]}"; do
         mkdir -p "/etc/netns/$bed-$node/ssh"
         cp "$state/ssh_config" "/etc/netns/$bed-$node/ssh/ssh_config"
