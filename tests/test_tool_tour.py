@@ -71,7 +71,8 @@ def play(root, capsys, monkeypatch):
 
 
 def test_check_is_silent_on_good_tours(root, check):
-    assert check() == (0, "2 steps: all changes are declared, all steps are self-contained\n")
+    code, out = check()
+    assert code == 0 and out.endswith("\n2 steps: all changes are declared, all steps are self-contained\n"), out
     assert "(model.py#L9-L12)" in (root / "step1_one/TOUR.md").read_text()
     step = json.loads((root / ".tours/step1.tour").read_text())["steps"][1]
     assert (step["file"], step["selection"]["start"]["line"], step["line"]) == ("step1_one/model.py", 9, 12)
