@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from typing import NamedTuple
 
 import pytest
@@ -67,7 +68,7 @@ def picotron(tmp_path_factory, corpus) -> dict[str, Trained]:
     (folder / "model" / "config.json").write_text(json.dumps({**sizes, "hidden_size": 64, "intermediate_size": 64}))
     for name in "tokenizer.json", "tokenizer_config.json":
         (folder / "model" / name).write_bytes((ROOT / "assets" / "tiny_llama" / name).read_bytes())
-    small = ["--seq_len", 8, "--dataset_name", corpus, "--log_dir", folder, "--max_tokens", 2 * 32 * 8]
+    small = ["--seq_len", 8, "--num_proc", 1, "--dataset_name", corpus, "--log_dir", folder, "--max_tokens", 2 * 32 * 8]
     small_1b = [*small, "--model_name", folder / "model", "--num_hidden_layers", 4, "--dtype", "float64"]
     jobs = {name: start_fork(step, ranks, *shlex.split(words), *(small_1b if SIZES_1B in words else small),
                              env={"WANDB_MODE": "disabled"}, modules=["wandb"])  # the last of two of a flag counts
@@ -204,6 +205,7 @@ def test_raspberry_pi_command_line(command, tmp_path, corpus):
     titles = {}  # rank -> the last one that was seen
     while run.process.poll() is None:
         titles |= {rank: title for rank, pid in run.ranks().items() if (title := title_of(pid))}
+        time.sleep(0.2)
     printed = run.end(60)
     assert run.process.returncode == 0, printed[-3000:]
     trace = json.loads((tmp_path / "logs" / "three_stages" / "timeline_batch0_all.json").read_text())

@@ -1,5 +1,6 @@
 """--base_bits 4: losses, adapters and memory beside those of plain transformers, peft and bitsandbytes."""
 
+import importlib.util
 import json
 import math
 import sys
@@ -15,7 +16,8 @@ with modules_of(9):
     from planning.profiler import LayerProfiler
     from models.loss import mean_cross_entropy
 
-pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+if not importlib.util.find_spec("bitsandbytes"):  # to import it takes seconds, which only these tests need
+    pytest.skip("bitsandbytes is not installed", allow_module_level=True)
 
 STEPS, RATE = 20, 0.01
 

@@ -78,6 +78,7 @@ SHORTER = {  # program -> flags that cut a run short, and what tells that it is 
     r"/run_(causal_lm|gpt2|llama|qwen|bert|vit)\.py": ("--steps 3", r"--steps"),
     r"--max_steps 5000": ("--max_steps 20", r"--max_steps \d\d\b"),
     r"/train_distributed\.py": ("--max_steps 50", r"--max_steps"),
+    r"/three_stages_simple_pp\.py": ("--train_steps 20", r"--train_steps"),
 }
 # These end with an error, and the reader's shell goes on.
 FAILS = re.compile(r"try\.py check|break_it\.py (sizes|order|\w+ --find)|--timeout \d|<<'END'\nimport os, sys|undivided")
@@ -155,8 +156,8 @@ def shortened(command: str) -> str:
 
 
 def words_of(line: str) -> str:
-    """The line without its numbers, paths and spaces."""
-    line = re.sub(r"\S*/\S*", "/", line)
+    """The line without its numbers, paths and spaces, and without the names that runs get."""
+    line = re.sub(r"\S*/\S*", "/", re.sub(r"\b[0-9a-f]{8}\b", "#", line))
     line = re.sub(r"(?<![A-Za-z_])-?\d[\d.,]*(e[+-]?\d+)?[KMGBT%x]*", "#", line)
     return re.sub(r"[\s#'-]+", " ", line).strip()
 
@@ -206,7 +207,8 @@ def clone(repository, tmp_path) -> pathlib.Path:
 def run(command: str, folder: pathlib.Path, words: list[str] = MACHINE, seconds: float = 900) -> tuple[int | None, str]:
     """The exit code (None: it took too long) and what was printed. The first line that fails ends it."""
     path = f"{folder.parent}/bin:{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}:/usr/sbin:/sbin"
-    typed = "\n\n\n" if "ssh-keygen" in command else "What is the state of the Union?\n"
+    answers = (("ssh-keygen", "\n\n\n"), ("exec node0 bash", "exit\n"), ("", "What is the state of the Union?\n"))
+    typed = next(answer for words, answer in answers if words in command)
     (folder.parent / "typed").write_text(command)  # pgrep must not find it in the shell's own words
     process = subprocess.Popen([*words, folder.parent / "typed"], cwd=folder, text=True, start_new_session=True,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
