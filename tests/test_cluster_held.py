@@ -2,6 +2,7 @@
 
 import gc
 import pathlib
+import signal
 import types
 import weakref
 
@@ -66,7 +67,7 @@ def test_a_stop_says_what_is_saved(monkeypatch, capsys, written, says):
     monkeypatch.setattr(session, "dist", types.SimpleNamespace(get_rank=lambda: 0, barrier=lambda *_, **__: barrier))
     if written < 5:
         with pytest.raises(ValueError, match=f"that of step 5, could not be written to runs: make room.*{says}"):
-            it.end(True)
+            it.finish(True)
         return
-    it.end(True)
+    assert it.leave(signal.SIGTERM, it.finish(True)) == 143
     assert capsys.readouterr().out == f"stopped after step 5, as it was told: --resume auto {says}\n"

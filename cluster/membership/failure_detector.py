@@ -17,6 +17,7 @@ import time
 import torch.distributed as dist
 
 import process_group_manager as pgm
+from hosts import exits
 from membership.channel import NO_ANSWER, connect
 from membership.rendezvous import Members
 from membership.roster import Member
@@ -77,7 +78,7 @@ class FailureDetector:
             self.shut()
             self.ended.wait(BEAT / 5)
             if time.monotonic() > given_up_at:  # gloo waits for a connection that the lost one was to open
-                os._exit(1)
+                os._exit(exits.FAILED)
 
     def shut(self) -> None:
         """Ends what waits in a group of this generation."""

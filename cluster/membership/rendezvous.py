@@ -34,6 +34,7 @@ from multiprocessing.connection import Connection
 
 import torch.distributed as dist
 
+from hosts import exits
 from hosts.host_facts import PORT_PATIENCE, holder
 from membership.channel import Listener, call
 from membership.roster import Caller, Member, Roster, since_last
@@ -156,16 +157,17 @@ class Members:
             self.stays_out_until, self.stays_out = time.monotonic() + self.stays_out, 2 * self.stays_out
             self.not_reached.clear()
 
-    def meet(self, is_told_to_stop: Callable[[], bool]) -> Roster:
-        """Waits until there is a next generation with this process. Raises UserError after a long time."""
+    def meet(self, told_to_stop: Callable[[], int]) -> Roster:
+        """Waits until there is a next generation with this process, or a signal has told it to stop. Raises UserError
+        after a long time."""
         self.state, self.next, self.hears_enough, self.heard_at = "meeting", None, True, time.monotonic()
         while self.next is None:
             if self.roster is None and time.monotonic() > self.heard_at + WAIT:
                 raise UserError(f"no run took this process in, and too few hosts came to begin one, for {WAIT:g} "
                                 f"seconds: are the others of {', '.join(self.hosts)} switched on?")
-            if is_told_to_stop():
+            if number := told_to_stop():
                 print("stopped while it waited for other hosts", flush=True)
-                os._exit(1)
+                os._exit(exits.after(number))
             self.look_around()
             time.sleep(PAUSE)
         self.agree()
