@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from hosts import exits
-from membership.channel import NO_ANSWER, connect
+from membership.channel import NO_ANSWER, AuthenticationError, Channel, connect
 from membership.rendezvous import Members
 from membership.roster import Member
 from ranks.lost import MembershipChanged
@@ -48,7 +48,7 @@ class FailureDetector:
             raise
         self.thread.start()
 
-    def link_to(self, member: Member, deadline: float) -> multiprocessing.connection.Connection:
+    def link_to(self, member: Member, deadline: float) -> Channel:
         """The connection to a member, as soon as it has agreed to this generation, too."""
         message = {"kind": "link", "secret": self.members.next.secret}
         while True:
@@ -106,8 +106,9 @@ class FailureDetector:
         self.members.links.clear()
 
 
-def how_it_ended(link) -> str:
+def how_it_ended(link: Channel) -> str:
     """What is to be said of the member at the other end of a connection that can be read."""
-    with contextlib.suppress(*NO_ANSWER):
+    try:
         return "has lost another process" if link.recv_bytes() == b"left" else "is lost"
-    return "is lost"
+    except NO_ANSWER as error:
+        return f"is lost: {error}" if isinstance(error, AuthenticationError) else "is lost"

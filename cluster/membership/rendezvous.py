@@ -30,13 +30,12 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 
 import torch.distributed as dist
 
 from hosts import exits
 from hosts.host_facts import PORT_PATIENCE, holder
-from membership.channel import Listener, call
+from membership.channel import Channel, Listener, call
 from membership.roster import Caller, Member, Roster, since_last
 from ranks.files import replace
 from ranks.lost import VARIABLE
@@ -66,7 +65,7 @@ class Members:
         self.callers: dict[str, Caller] = {}  # by their keys
         self.basis: dict[str, list] = {}  # what the members of `next` knew when this process decided on it
         self.silent: dict[str, float] = {}  # addresses that did not answer, until when they are not asked
-        self.links: list[Connection] = []  # of other members, see failure_detector.py
+        self.links: list[Channel] = []  # of other members, see failure_detector.py
         self.not_reached = collections.Counter()  # keys of processes: how often, since the last generation began
         self.stays_out_until, self.stays_out = 0.0, STAYS_OUT
         self.hears_enough, self.has_port, self.found_running, self.taken_at = True, False, False, None
@@ -115,12 +114,13 @@ class Members:
         there, hosts = {member.address for member in members}, list(dict.fromkeys(self.hosts))[:self.at_most]
         return 2 * len(there) > len(hosts) or 2 * len(there) == len(hosts) and hosts[0] in there
 
-    def answer(self, message: dict, connection: Connection) -> dict:
+    def answer(self, message: dict, channel: Channel) -> dict:
         """What the listener says to another process of the run."""
         if message["kind"] == "link":
             is_mine = self.next is not None and message["secret"] == self.next.secret
             if is_mine:
-                self.links.append(Connection(os.dup(connection.fileno())))
+                channel.is_kept = True
+                self.links.append(channel)
             return {"ok": is_mine}
         if message["kind"] == "meet":
             member = Member(**message["me"])
