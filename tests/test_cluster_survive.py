@@ -37,7 +37,7 @@ def make_members(count: int):
     """Members of one generation, which have agreed to it."""
     made = []
     for rank in range(count):
-        it = types.SimpleNamespace(links=[], token=b"token")
+        it = types.SimpleNamespace(links=[], contacts=types.SimpleNamespace(token=b"token"))
         it.not_reached, it.could_not_reach = [], lambda member, it=it: it.not_reached.append(member.key)
         it.listener = Listener(b"token", functools.partial(Members.answer, it), f"127.0.0.{rank + 1}")
         it.me = Member(f"key {rank}", rank, f"127.0.0.{rank + 1}", 0, it.listener.port, 1)

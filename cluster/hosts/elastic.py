@@ -42,8 +42,8 @@ def ended_because(run: Run) -> tuple[str, str]:
         name, cure = run.host.explain(run.code, "\n".join(run.last))
         said = next((line for line in reversed(run.last) if SSH_SAYS.match(line)), "its ssh has ended")
         return "lost", said if name == "unreachable host" else f"{name}: {cure}"
-    if run.code > exits.after(0) or run.code < 0:
-        return "lost", f"{'its part' if run.code > 0 else 'ssh'} was ended by signal {exits.as_shell(run.code) - exits.after(0)}"
+    if (number := exits.as_shell(run.code) - exits.after(0)) > 0:
+        return "lost", f"{'its part' if run.code > 0 else 'ssh'} was ended by signal {number}"
     if run.code == exits.UNHEARD:
         return "lost", "it did not hear this machine any more"
     return "script" if run.has_begun and run.code == exits.USER_ERROR else "setup", ""

@@ -7,8 +7,8 @@
                       up where it has taken part for a while, too. So it does where a process was KILLED
     UNHEARD           of a part: its launcher was not heard for a while. An elastic run takes its host in again
     NO_PART           of a look at a part: no part of the run is there
-    128 + n           signal n has ended it, or told it to stop before all was made: KILLED, STOPPED, .... An agent starts
-                      it anew, unless it was told to end itself; the launcher takes the host as lost
+    128 + n           signal n has ended it, or told it to stop before all was made, as KILLED and STOPPED: an agent
+                      starts it anew; of a host's part, the launcher takes the host as lost
 """
 
 import atexit

@@ -68,7 +68,7 @@ class Channel:
         data = message[SIZE:]
         if not hmac.compare_digest(message[:SIZE], mark(self.others, self.received, data)):
             self.close()
-            raise AuthenticationError(f"message {self.received} of a connection was changed, repeated or moved on the way")
+            raise AuthenticationError(f"message {self.received} was changed, repeated or moved on the way")
         self.received += 1
         return data
 

@@ -53,7 +53,7 @@ class FailureDetector:
         message = {"kind": "link", "secret": self.members.next.secret}
         while True:
             try:
-                link, answer = connect(member.endpoint, self.members.token, message)
+                link, answer = connect(member.endpoint, self.members.contacts.token, message)
                 set_probes(link.fileno())
             except NO_ANSWER as error:
                 if isinstance(error, socket.gaierror) and time.monotonic() < deadline:  # its name, for a moment

@@ -1,8 +1,8 @@
 """A run that is asked to stop.
 
-SIGTERM and Ctrl-C only leave a note: all ranks finish the step that they are in, save a checkpoint and end, with the
-exit code 143 or 130 where that was not the last step. Whoever started them has to wait for that. launch_cluster.sh is told how long a step takes; torchrun waits for as long as
-TORCH_ELASTIC_SHUTDOWN_TIMEOUT said when it started, 30 seconds by default.
+SIGTERM and Ctrl-C only leave a note: all ranks finish the step that they are in, save a checkpoint and end, with 143 or
+130 where it was not the last step. Whoever started them has to wait for that. launch_cluster.sh is told how long a step
+takes; torchrun waits for as long as TORCH_ELASTIC_SHUTDOWN_TIMEOUT said when it started, 30 seconds by default.
 """
 
 import contextlib

@@ -56,7 +56,7 @@ class Generation:
 
     @property
     def number(self) -> int:
-        return self.members.roster.generation if self.members else 0
+        return self.members.history.roster.generation if self.members else 0
 
     def join(self, backend: str, flags: dict) -> None:
         """Meets the other processes. Raises UserError, MembershipChanged."""
@@ -108,11 +108,10 @@ class Generation:
         return Generation(self.members, self.signals, self.held, 0 if has_made_steps else self.failures + 1)
 
     def outlives(self, error: UserError) -> "Generation | int":
-        """The next generation where another process has brought the error, as one with a full disk that has just come.
-
-        That one ends with the exit code that this returns, as nobody needs it. Raises the error itself where that would not help.
+        """The next generation where another process has brought the error, as one with a full disk that has just come;
+        on that one, which nobody needs, an exit code. Raises the error itself where that would not help.
         """
-        if self.members and self.members.found_running and self.held is None:
+        if self.members and self.members.contacts.found_running and self.held is None:
             print(f"error: {error}", flush=True)
             return exits.OF_THIS_MACHINE
         if self.held is None or self.session or self.failures >= FAILURES:
@@ -143,7 +142,7 @@ def train_in_generations(args: argparse.Namespace, train: Callable) -> int:
     folder = os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
     outlive_a_full_disk(sys.stdout)
     members, signals = Members.from_environment(os.path.join(folder, ".members"), args.tp_size), Signals()
-    if members and members.is_done:
+    if members and members.history.is_done:
         print("the run has ended already", flush=True)
         return exits.DONE
     generation = Generation(members, signals)

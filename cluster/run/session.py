@@ -69,7 +69,7 @@ class Session:
         if members := generation.members:
             self.everything, words = who_has_what(stage, self.tp_rank, members.me.address)
             say(words)
-            if needed := members.roster.needed_hosts():
+            if needed := members.history.roster.needed_hosts():
                 say(f"where {' or '.join(needed)} is lost, too few are left: the run then waits for it")
         self.begin()
 
@@ -86,7 +86,7 @@ class Session:
         origin = self.start.origin
         self.checkpointer.written = origin.written
         self.stop_agreement.begin()
-        # Nobody knows what memory a copy leaves for the first step, and whoever is lost next, the run goes on from here.
+        # Whoever is lost next, the run goes on from here. Nobody knows what memory a copy leaves for the first step.
         if origin.step > origin.written and (not origin.is_in_memory or self.is_due(origin.step, False)):
             self.checkpointer.save(origin.step, waits=True)
 
@@ -150,7 +150,7 @@ class Session:
             dist.barrier(self.start.disks.group, async_op=True).wait(datetime.timedelta(seconds=PATIENCE))
         if not number:
             if self.generation.members:
-                self.generation.members.keep(is_done=True)
+                self.generation.members.history.keep(is_done=True)
             return exits.DONE
         if is_elastic():  # its agent, unless it ends too, starts this process anew, with those that are there
             self.stop_agreement.signals.wait(WAIT_FOR_AGENT)

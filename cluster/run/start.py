@@ -6,8 +6,8 @@
     loader = start.loader(held, device)      gives a stage its weights
     restore(start, loader, ...)              gives an optimizer and a scheduler their states
 
-The state, the run's origin, is what the processes of an elastic run still hold in memory, or else the run's newest whole
-checkpoint, or else that of --resume DIR. A new run has none.
+The state is what the processes of an elastic run still hold in memory, or else the run's newest whole checkpoint, or
+else that of --resume DIR. A new run has none.
 """
 
 import argparse
