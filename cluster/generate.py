@@ -16,7 +16,7 @@ from ranks import course  # noqa: F401  before step 9's modules
 import argparse
 import os
 
-from inference.talk import write_all
+from inference.talk import generate_all
 from ranks.errors import one_error_of_all
 from run.flags import check_text, seed
 from train import counts
@@ -60,7 +60,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main():
-    write_all(parse_args())
+    generate_all(parse_args())
 
 
 if __name__ == "__main__":
