@@ -19,32 +19,46 @@ def one_error_of_all(out_of_memory: str):
     """Wraps main(), as one_clear_error does. An error that rank 0 has as well is said by rank 0 alone.
 
     one_clear_error has the others wait for torchrun, which ends them. Slurm, MPI and an agent of ours do not. All leave
-    in the same way, which waits for no thread and no other rank.
+    in the same way, which waits for no thread.
     """
+    store = None
     try:
         with one_clear_error(out_of_memory):
             try:
                 yield
             except UserError as error:
-                if dist.is_initialized() and dist.get_world_size() > 1:
-                    if rank_0_says(str(error)):
+                try:
+                    store = store_of_all()
+                    if store and hear(store, str(error)):
                         sys.stderr = open(os.devnull, "w")
-                    elif dist.get_rank():
-                        os.environ["RANK"] = "0"  # it has waited, and speaks for itself
+                except RuntimeError:  # rank 0 has said nothing: whoever has waited for that need not wait again
+                    store, os.environ["RANK"] = None, "0"
                 raise
     except SystemExit as end:
+        with contextlib.suppress(RuntimeError):  # the others have not failed
+            if store and os.environ.get("RANK") == "0":
+                store.wait([f"heard/{rank}" for rank in range(1, int(os.environ["WORLD_SIZE"]))], HEARD)
         exits.leave(end.code or exits.DONE)
 
 
-def rank_0_says(error: str) -> bool:
-    """Whether this is another rank than 0, and rank 0 has the same error. All that fail at about the same time ask."""
-    store, rank, same = dist.distributed_c10d._get_default_store(), dist.get_rank(), False
-    with contextlib.suppress(RuntimeError):  # it has none, or is gone
-        if rank == 0:
-            store.set("error", error)
-            store.wait([f"error/heard/{other}" for other in range(1, dist.get_world_size())], HEARD)
-        else:
-            store.wait(["error"], PATIENCE)
-            same = store.get("error").decode() == error
-            store.set(f"error/heard/{rank}", "")
-    return same
+def store_of_all() -> dist.Store | None:
+    """That of the process group or, before the ranks have met, what torchrun's variables name. None for one process."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return None
+    if dist.is_initialized():
+        return dist.PrefixStore("errors", dist.distributed_c10d._get_default_store())
+    is_master = os.environ["RANK"] == "0" and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    return dist.PrefixStore("errors", dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None,
+                                                    is_master, PATIENCE, wait_for_workers=False))
+
+
+def hear(store: dist.Store, error: str) -> bool:
+    """Tells the others what rank 0 says; on them, whether it says the same. Raises RuntimeError where it says nothing.
+    """
+    if os.environ["RANK"] == "0":
+        store.set("0", error)
+        return False
+    store.wait(["0"], PATIENCE)
+    says = store.get("0").decode()
+    store.set(f"heard/{os.environ['RANK']}", "")
+    return says == error
