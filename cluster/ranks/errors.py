@@ -18,8 +18,8 @@ HEARD = datetime.timedelta(seconds=3)  # for the others to hear of its error: it
 def one_error_of_all(out_of_memory: str):
     """Wraps main(), as one_clear_error does. An error that rank 0 has as well is said by rank 0 alone.
 
-    one_clear_error has the others wait for torchrun, which ends them. Slurm, MPI and an agent of ours do not. All leave
-    in the same way, which waits for no thread.
+    one_clear_error has the others wait for torchrun, which ends them. Slurm, MPI and an agent of ours do not. With any
+    error all leave in the same way, which waits for no thread.
     """
     store = None
     try:
@@ -39,6 +39,9 @@ def one_error_of_all(out_of_memory: str):
             if store and os.environ.get("RANK") == "0":
                 store.wait([f"heard/{rank}" for rank in range(1, int(os.environ["WORLD_SIZE"]))], HEARD)
         exits.leave(end.code or exits.DONE)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        exits.leave(exits.FAILED)
 
 
 def store_of_all() -> dist.Store | None:

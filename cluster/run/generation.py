@@ -171,11 +171,8 @@ def end_of_elastic_run():
         yield
     except Exception as error:
         for thread in threading.enumerate():
-            if thread.name == WRITER:
+            if thread.name == WRITER:  # it may wait for a rank whose connections nobody has closed, as after a power cut
                 thread.join(JOINING)
-                if thread.is_alive():  # it waits for a rank whose connections nobody has closed, as after a power cut
-                    print(f"error: {error}", file=sys.stderr, flush=True)
-                    os._exit(exits.USER_ERROR if isinstance(error, UserError) else exits.FAILED)
         if not is_elastic():
             let_signals_kill()  # a rank that waits for rank 0 to speak ends where it is told to
         elif is_of_this_machine(error):
