@@ -171,7 +171,7 @@ def end_of_elastic_run():
         yield
     except Exception as error:
         for thread in threading.enumerate():
-            if thread.name == WRITER:  # it may wait for a rank whose connections nobody has closed, as after a power cut
+            if thread.name == WRITER:  # it may wait for a rank whose connections nobody closes, after a power cut
                 thread.join(JOINING)
         if not is_elastic():
             let_signals_kill()  # a rank that waits for rank 0 to speak ends where it is told to
