@@ -27,7 +27,6 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -43,24 +42,17 @@ PAUSE = 0.05  # seconds between two calls
 SETTLED = 3.0  # seconds without a new process, until a run begins with fewer hosts than hosts.txt has
 
 
-class Limits(NamedTuple):
-    """Hosts of a generation: at least, and to begin with at most. Its processes are a `multiple`."""
-
-    at_least: int
-    at_most: int
-    multiple: int
-
-
 class Members:
-    """This process, `me`, among those of its elastic run. `multiple`: of so many processes a generation has to be.
+    """This process, `me`, among those of its elastic run.
 
+    `limits`: hosts of a generation, at least and, to begin with, at most, and of what its processes are a multiple.
     `history`: the generations that it knows of, in files whose names begin with `path`. `contacts`: whom it calls.
     `callers`: who calls it. `links`: connections of other members, see failure_detector.py. `meeting`: the rendezvous
     that it takes part in, or has led to its generation. Raises UserError where another program has the run's port.
     """
 
     def __init__(self, record: dict, path: str, multiple: int):
-        self.limits = Limits(record["at_least"], record["at_most"], multiple)
+        self.limits = record["at_least"], record["at_most"], multiple
         self.contacts, self.callers, self.links = Contacts(record), Callers(), []
         address, local_rank = self.contacts.address, int(os.environ.get("LOCAL_RANK", 0))
         self.history, self.meeting = History(record["id"], f"{path}.{address}", local_rank), Meeting(self)
@@ -116,7 +108,7 @@ class Members:
     def meet(self, told_to_stop: Callable[[], int]) -> Roster:
         """Waits until there is a next generation with this process, or a signal has told it to stop. Raises UserError
         after a long time."""
-        meeting = self.meeting = Meeting(self)
+        meeting = self.meeting = Meeting(self, self.meeting.store)
         while self.next is None:
             if self.history.roster is None and time.monotonic() > meeting.heard_at + WAIT:
                 raise UserError(f"no run took this process in, and too few hosts came to begin one, for {WAIT:g} "
@@ -134,10 +126,11 @@ class Meeting:
     """A rendezvous: from the moment when a process has no generation until there is one, `next`.
 
     `state`: what is answered to callers. `basis`: what each member of `next` knew when this process decided on it.
+    `store`: of the last generation that this process has led to, which others may be about to leave; then of `next`.
     """
 
-    def __init__(self, members: Members):
-        self.members, self.contacts, self.limits = members, members.contacts, members.limits
+    def __init__(self, members: Members, store: dist.Store | None = None):
+        self.members, self.contacts, self.limits, self.store = members, members.contacts, members.limits, store
         self.next, self.state, self.basis = None, "meeting", {}
         self.said, self.hears_enough, self.heard_at = "", True, time.monotonic()
 
@@ -189,7 +182,7 @@ class Meeting:
                      "and the others may be training: this part waits, until it hears more of them")
             return
         (at_least, at_most, multiple), hosts = self.limits, len({member.address for member in members})
-        if hosts < at_least or len(members) % multiple or not known and not self.may_begin(members):
+        if hosts < at_least or len(members) % multiple or not known and not self.may_begin(members, at_most):
             self.say(f"waiting for others: hosts {hosts} of at least {at_least}, and to begin with more than half of "
                      f"{', '.join(self.contacts.hosts[:at_most])}; processes {len(members)}, which has to be a "
                      f"multiple of {multiple}")
@@ -207,10 +200,9 @@ class Meeting:
             self.said = text
             print(text, flush=True)
 
-    def may_begin(self, members: list[Member]) -> bool:
+    def may_begin(self, members: list[Member], at_most: int) -> bool:
         """Whether these are enough for a first generation: more than half of the hosts, or half with the first one."""
-        there = {member.address for member in members}
-        hosts = list(dict.fromkeys(self.contacts.hosts))[:self.limits.at_most]
+        there, hosts = {member.address for member in members}, list(dict.fromkeys(self.contacts.hosts))[:at_most]
         return 2 * len(there) > len(hosts) or 2 * len(there) == len(hosts) and hosts[0] in there
 
     def may_come(self, members: list[Member], last: Roster | None) -> bool:

@@ -35,7 +35,7 @@ class Process:
 
     def meets(self, now: float) -> None:
         self.phase, self.since, self.is_complete = "meeting", now, False
-        self.members.meeting = rendezvous.Meeting(self.members)
+        self.members.meeting = rendezvous.Meeting(self.members, self.members.meeting.store)
 
 
 class Network:
