@@ -1,7 +1,7 @@
 """What the trainers of trainers_model.py and trainers_data.py share: a small transformer, collectives, and the loop.
 
-Each trainer runs in one process, where every collective does nothing, and on 2, 3 or 4 ranks. Sizes can be divided by
-all of these. B: samples of a micro-batch, T: tokens, D: width, H: heads, E: experts, V: vocabulary.
+Each trainer runs in one process, where collectives do nothing, and on 2, 3 or 4 ranks. B: samples of a micro-batch, T:
+tokens, D: width, H: heads, E: experts, V: vocabulary.
 """
 
 import functools
@@ -18,7 +18,6 @@ import torch.nn.functional as F
 import same_numbers
 
 VOCAB, WIDTH, HEAD, LENGTH, EXPERTS = 48, 24, 2, 12, 12
-CLIP = 0.5  # less than any gradient's norm here
 
 
 class Run(NamedTuple):
@@ -27,11 +26,10 @@ class Run(NamedTuple):
     steps: int = 3
 
 
-class Fault(NamedTuple):
-    sentence: str
-    source: str  # where it was published
-    place: str  # of what the verdict has to speak,
-    cause: str  # and by which words: regular expressions
+def faults(trainer: Callable) -> dict[str, tuple[str, str]]:
+    """name -> (what is wrong, where it was published), of a trainer's docstring."""
+    return {name: (words, source) for name, words, source in
+            re.findall(r"^    (\w+): (.+) \((\S+#\d+|arXiv \S+)\)$", trainer.__doc__, re.M)}
 
 
 def world() -> int:
@@ -41,8 +39,6 @@ def world() -> int:
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
-
-# Collectives. Each takes a tensor and returns a new one
 
 def same(x):
     return x
@@ -75,8 +71,6 @@ def scattered(x, dim=1):
 
 
 class Collective(torch.autograd.Function):
-    """One collective in forward, and the one that belongs to it in backward."""
-
     @staticmethod
     def forward(ctx, x, there, back):
         ctx.back = back
@@ -88,24 +82,24 @@ class Collective(torch.autograd.Function):
 
 
 def collective(there: Callable, back: Callable, **dim) -> Callable:
+    """One of the functions above in forward, and the one that belongs to it in backward."""
     there, back = (functools.partial(each, **dim if each not in (same, total) else {}) for each in (there, back))
     return lambda x: Collective.apply(x, there, back)
 
 
-# The model
+def row_parallel(leave, x, linear):
+    """What ranks add up has the bias once."""
+    return linear(x) if leave is same else leave(F.linear(x, linear.weight)) + linear.bias
+
 
 class Mlp(nn.Module):
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.row_parallel = row_parallel
 
     def forward(self, x, enter, leave):
-        return self.add_bias(leave, F.gelu(self.up(enter(x))), self.down)
-
-    @staticmethod
-    def add_bias(leave, x, linear):
-        """What ranks add up has the bias once."""
-        return leave(F.linear(x, linear.weight)) + linear.bias
+        return self.row_parallel(leave, F.gelu(self.up(enter(x))), self.down)
 
 
 class Experts(nn.Module):
@@ -114,8 +108,7 @@ class Experts(nn.Module):
     def __init__(self):
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 5)
-        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 5)
+        self.up, self.down = (nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 5) for _ in range(2))
         self.first, self.counted, self.balance = 0, same, 0.0
 
     def forward(self, x, enter, leave):
@@ -129,7 +122,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """What ranks divide, they enter and leave by a pair of collectives; `around` fetches keys and values."""
+    """What ranks divide they enter and leave by a pair of collectives; `around` fetches keys and values."""
 
     def __init__(self, mlp):
         super().__init__()
@@ -145,27 +138,26 @@ class Block(nn.Module):
         k, v = self.around(k), self.around(v)
         is_later = torch.arange(k.shape[2]) > positions[:, None]
         scores = (q @ k.transpose(2, 3)).masked_fill(is_later, -torch.inf).softmax(-1)
-        x = x + Mlp.add_bias(self.leave, (scores @ v).transpose(1, 2).flatten(2), self.out)
+        x = x + row_parallel(self.leave, (scores @ v).transpose(1, 2).flatten(2), self.out)
         return x + self.mlp(self.norm2(x), self.enter_mlp, self.leave_mlp)
 
 
 def rotated(x, positions):
-    """Rotary positions of pairs of numbers."""
     sine, cosine = (each(positions.to(x) * 0.3)[:, None] for each in (torch.sin, torch.cos))
     a, b = x.chunk(2, -1)
     return torch.cat([a * cosine - b * sine, a * sine + b * cosine], -1)
 
 
 class Model(nn.Module):
-    """Its parts are None where another stage of a pipeline has them."""
+    """`first` is the position of its first token. A part is None where another stage of a pipeline has it."""
 
-    def __init__(self, layers=2, mlp=Mlp, seed=0):
+    def __init__(self, layers=2, mlp=Mlp, seed=0, first=0):
         super().__init__()
         torch.manual_seed(seed)
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.embedding, self.first = nn.Embedding(VOCAB, WIDTH), first
+        nn.init.normal_(self.embedding.weight, std=0.3)
         self.layers = nn.ModuleDict({str(i): Block(mlp) for i in range(layers)})
         self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
-        self.first = 0  # the position of the first token
 
     def forward(self, x):
         positions = self.first + torch.arange(x.shape[1])
@@ -176,8 +168,7 @@ class Model(nn.Module):
 
 
 def cut(model, dims: dict[str, int]) -> dict[str, tuple]:
-    """Leaves this rank its part of each parameter whose name ends so, along a dimension. Returns what Recorder's
-    `parts` says of them."""
+    """Leaves this rank its part, along a dimension, of each parameter whose name ends so. Returns Recorder's `parts`."""
     parts = {}
     for name, param in model.named_parameters():
         for dim in [dim for end, dim in dims.items() if re.search(f"{end}$", name)]:
@@ -186,16 +177,14 @@ def cut(model, dims: dict[str, int]) -> dict[str, tuple]:
     return parts
 
 
-# The loop
-
-def tokens(step: int, samples: int) -> torch.Tensor:
-    """(samples, T + 1): what a model can learn. Three of four tokens follow from the one before."""
+def pairs(step: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(inputs, targets), both (samples, T). A model can learn three of four tokens from the one before."""
     generator = torch.Generator().manual_seed(step)
-    free = torch.randint(VOCAB, (samples, LENGTH + 1), generator=generator)
-    bound = torch.randint(4, free.shape, generator=generator) > 0
+    tokens = torch.randint(VOCAB, (samples, LENGTH + 1), generator=generator)
+    follows = torch.randint(4, tokens.shape, generator=generator) > 0
     for i in range(LENGTH):
-        free[:, i + 1] = torch.where(bound[:, i + 1], (5 * free[:, i] + 1) % VOCAB, free[:, i + 1])
-    return free
+        tokens[:, i + 1] = torch.where(follows[:, i + 1], (5 * tokens[:, i] + 1) % VOCAB, tokens[:, i + 1])
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def mean_loss(logits, targets):
@@ -203,17 +192,28 @@ def mean_loss(logits, targets):
 
 
 def adam(model):
-    return torch.optim.AdamW([{"params": [*model.parameters()]}], lr=1e-2)
+    """With a group for DTensors."""
+    return torch.optim.AdamW([{"params": [param for param in model.parameters() if hasattr(param, "placements") is kind]}
+                              for kind in (False, True)], lr=1e-2)
 
 
-def clip(grads, norm) -> None:
-    for grad in grads:
-        grad.mul_(CLIP / (norm + 1e-6))
+def sum_gradients(model, of: Callable = lambda name: True, divisor: float = 1) -> None:
+    for name, param in model.named_parameters():
+        if of(name):
+            param.grad = total(param.grad) / divisor
+
+
+def clip(params, squares):
+    """By half, which is less than any norm here. Returns the norm."""
+    norm = squares.sqrt()
+    for param in params:
+        param.grad.mul_(0.5 / (norm + 1e-6))
+    return norm
 
 
 def train(run: Run, model, loss_of: Callable, after: Callable = lambda: None, *, optimizer=None, steps=None,
           update: Callable | None = None, **options) -> list[float | None]:
-    """loss_of(step) goes forward and backward and returns the step's loss, after() completes the gradients and returns
+    """loss_of(step) goes forward and backward and returns the step's loss. after() completes the gradients and returns
     their norm, if it has clipped. Returns the losses."""
     optimizer, losses = optimizer or adam(model), []
     recorder = same_numbers.Recorder(model, optimizer, run.folder, **options)
