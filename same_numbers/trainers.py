@@ -7,6 +7,7 @@ and examples of where the Recorder's two lines go. By hand: trainers_model.py an
 """
 
 import argparse
+import os
 import pathlib
 
 import torch
@@ -181,7 +182,7 @@ def main():
     if args.fault and args.fault not in known:
         parser.error(f"--fault {args.fault} is none of {args.kind}: use {' or '.join(known)}")
     torch.set_default_dtype(getattr(torch, args.dtype))
-    if dist.is_torchelastic_launched():
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group("gloo")
     TRAINERS[args.kind](Run(args.fault, args.folder))
     if dist.is_initialized():
