@@ -128,24 +128,19 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
         self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
-        self.q_norm, self.k_norm, self.out, self.mlp = nn.RMSNorm(HEAD), nn.RMSNorm(HEAD), nn.Linear(WIDTH, WIDTH), mlp()
+        self.q_norm, self.k_norm = nn.RMSNorm(HEAD), nn.RMSNorm(HEAD)
+        self.out, self.mlp = nn.Linear(WIDTH, WIDTH), mlp()
         self.enter = self.leave = self.enter_mlp = self.leave_mlp = self.around = same
 
     def forward(self, x, positions):
         h = self.enter(self.norm1(x))
-        q, k, v = (each(h).unflatten(-1, (-1, HEAD)).transpose(1, 2) for each in (self.q, self.k, self.v))  # (B, H, T, 2)
-        q, k = rotated(self.q_norm(q), positions), rotated(self.k_norm(k), positions)
-        k, v = self.around(k), self.around(v)
-        is_later = torch.arange(k.shape[2]) > positions[:, None]
-        scores = (q @ k.transpose(2, 3)).masked_fill(is_later, -torch.inf).softmax(-1)
+        q, k, v = (each(h).unflatten(-1, (-1, HEAD)).transpose(1, 2)  # (B, H, T, HEAD)
+                   for each in (self.q, self.k, self.v))
+        q, k, v = self.q_norm(q), self.around(self.k_norm(k)), self.around(v)
+        distance = positions[:, None] - torch.arange(k.shape[2])
+        scores = (q @ k.transpose(2, 3) - 0.1 * distance).masked_fill(distance < 0, -torch.inf).softmax(-1)  # ALiBi
         x = x + row_parallel(self.leave, (scores @ v).transpose(1, 2).flatten(2), self.out)
         return x + self.mlp(self.norm2(x), self.enter_mlp, self.leave_mlp)
-
-
-def rotated(x, positions):
-    sine, cosine = (each(positions.to(x) * 0.3)[:, None] for each in (torch.sin, torch.cos))
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cosine - b * sine, a * sine + b * cosine], -1)
 
 
 class Model(nn.Module):
@@ -168,7 +163,7 @@ class Model(nn.Module):
 
 
 def cut(model, dims: dict[str, int]) -> dict[str, tuple]:
-    """Leaves this rank its part, along a dimension, of each parameter whose name ends so. Returns Recorder's `parts`."""
+    """Leaves this rank its part, along a dimension, of each parameter whose name ends so. Returns Recorder's parts."""
     parts = {}
     for name, param in model.named_parameters():
         for dim in [dim for end, dim in dims.items() if re.search(f"{end}$", name)]:
@@ -193,8 +188,8 @@ def mean_loss(logits, targets):
 
 def adam(model):
     """With a group for DTensors."""
-    return torch.optim.AdamW([{"params": [param for param in model.parameters() if hasattr(param, "placements") is kind]}
-                              for kind in (False, True)], lr=1e-2)
+    params = {kind: [each for each in model.parameters() if hasattr(each, "placements") is kind] for kind in (True, False)}
+    return torch.optim.AdamW([{"params": each} for each in params.values()], lr=1e-2)
 
 
 def sum_gradients(model, of: Callable = lambda name: True, divisor: float = 1) -> None:

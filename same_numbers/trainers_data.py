@@ -1,9 +1,5 @@
 """Trainers that divide samples over replicas, and published faults of such code, each a line beside the right one.
-
-    python -m same_numbers.trainers replicas one/                                           # the trusted run
-    torchrun --nproc_per_node 2 -m same_numbers.trainers replicas many/ --fault hook
-    python -m same_numbers one/ many/
-"""
+trainers.py starts them."""
 
 import copy
 
@@ -56,20 +52,14 @@ def ddp(run: Run):
     return train(run, model, accumulate(model, **{"after" if run.fault == "flag" else "before": set_flag}))
 
 
-class Recomputed(nn.Module):
-    """An MLP with dropout that computes its forward again in backward. Each micro-batch has a mask of its own."""
+def recompute(mlp, fault):
+    """Makes an MLP have dropout, and compute its forward again in backward."""
+    def run(x):
+        x = F.gelu(mlp.up(x))
+        return mlp.down(x * torch.empty_like(x).bernoulli_(0.9))
 
-    def __init__(self, mlp, fault):
-        super().__init__()
-        self.up, self.down, self.fault, self.micro_batch = mlp.up, mlp.down, fault, 0
-
-    def run(self, x):
-        x = self.up(x)
-        return self.down(F.gelu(x) * torch.empty_like(x).bernoulli_(0.9))
-
-    def forward(self, x, enter, leave):
-        torch.manual_seed(self.micro_batch)
-        return checkpoint(self.run, x, use_reentrant=False, preserve_rng_state=self.fault != "recompute")
+    mlp.forward = lambda x, *collectives: checkpoint(
+        run, x, use_reentrant=False, preserve_rng_state=fault != "recompute")
 
 
 def replicas(run: Run):
@@ -86,13 +76,14 @@ def replicas(run: Run):
     """
     fault = run.fault
     model = Model(1, seed=rank() if fault == "seeds" else 0)
-    mlp = model.layers["0"].mlp = Recomputed(model.layers["0"].mlp, fault)
     optimizer, is_last_one = adam(model), False
+    recompute(model.layers["0"].mlp, fault)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 10)
 
     def before(i, is_last):
         nonlocal is_last_one
-        mlp.micro_batch, is_last_one = i, is_last
+        is_last_one = is_last
+        torch.manual_seed(i)  # each micro-batch has its own dropout
 
     for param in model.parameters() if fault == "hook" else ():
         param.register_hook(lambda grad: total(grad) / world() if is_last_one else grad)
@@ -164,13 +155,10 @@ def sharded(run: Run):
     own_norm: each rank clips by the norm of its own shard (pytorch/xla#4796)
     """
     model, fault = Model(1), run.fault
-    early = [*model.parameters()][rank() :: world()]
-    for module in [*model.modules()]:  # as an engine does that puts weights into one buffer
-        for name, param in [*module.named_parameters(recurse=False)]:
-            setattr(module, name, nn.Parameter(param.detach().clone()))
+    early, model = model, copy.deepcopy(model)  # as an engine replaces weights
     params = [*model.parameters()]
     mine = params[rank() :: world()]
-    optimizer = torch.optim.AdamW(early if fault == "early" else mine, lr=1e-2)
+    optimizer = torch.optim.AdamW([*(early if fault == "early" else model).parameters()][rank() :: world()], lr=1e-2)
 
     def after():
         sum_gradients(model, divisor=world())
@@ -218,21 +206,19 @@ def resumed(run: Run):
     moments: the optimizer's moments are lost (KempnerInstitute/KempnerForge#114)
     data: the data begin anew (KempnerInstitute/KempnerForge#51)
     """
-    def go_on(steps, saved=None, **options):
-        model = Model(1)
-        optimizer = adam(model)
-        if saved:
-            model.load_state_dict(saved[0])
-        if saved and run.fault != "moments":
-            optimizer.load_state_dict(saved[1])
-        losses = train(run, model, accumulate(model), lambda: sum_gradients(model, divisor=world()),
-                       optimizer=optimizer, steps=steps, **options)
-        return losses, copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    def go_on(model, optimizer, steps, first_step):
+        return train(run, model, accumulate(model), lambda: sum_gradients(model, divisor=world()),
+                     optimizer=optimizer, steps=steps, first_step=first_step)
 
+    model, again = Model(1), Model(1, seed=1)
+    optimizer, new = adam(model), adam(again)
     if world() == 1:
-        return go_on(range(run.steps))[0]
-    losses, saved = go_on([0])
-    return losses + go_on(range(0 if run.fault == "data" else 1, run.steps), saved, first_step=2)[0]
+        return go_on(model, optimizer, range(run.steps), 1)
+    losses = go_on(model, optimizer, [0], 1)
+    again.load_state_dict(model.state_dict())
+    if run.fault != "moments":
+        new.load_state_dict(optimizer.state_dict())
+    return losses + go_on(again, new, range(0 if run.fault == "data" else 1, run.steps), 2)
 
 
 def local(run: Run):
@@ -241,18 +227,17 @@ def local(run: Run):
     sign: the outer step goes back instead of on (pytorch/torchtitan#1507)
     """
     model = Model(1)
-    start = [param.detach().clone() for param in model.parameters()]
+    start = copy.deepcopy(model)
     inner = torch.optim.SGD(model.parameters(), lr=0.5)
-    outer = torch.optim.SGD(start, lr=0.7, momentum=0.9, nesterov=True)
+    outer = torch.optim.SGD(start.parameters(), lr=0.7, momentum=0.9, nesterov=True)
 
     def update():
         inner.step()
-        for old, param in zip(start, model.parameters()):
-            way = total(param.detach() - old) / world()
+        for old, param in zip(start.parameters(), model.parameters()):
+            way = total(param.detach() - old.detach()) / world()
             old.grad = way if run.fault == "sign" else -way
         outer.step()
-        for old, param in zip(start, model.parameters()):
-            param.data.copy_(old)
+        model.load_state_dict(start.state_dict())
 
     return train(run, model, accumulate(model), optimizer=inner, update=update,
                  gradient=lambda param: param.grad / world())

@@ -1,9 +1,5 @@
-"""Trainers that divide a model over ranks, by hand, and published faults of such code, each a line beside the right one.
-
-    python -m same_numbers.trainers tp one/                                                 # the trusted run
-    torchrun --nproc_per_node 2 -m same_numbers.trainers tp many/ --fault head_norms
-    python -m same_numbers one/ many/
-"""
+"""Trainers that divide a model over ranks, by hand, and published faults of such code, each a line beside the right
+one. trainers.py starts them."""
 
 import torch
 import torch.distributed as dist
@@ -11,8 +7,8 @@ import torch.nn.functional as F
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from same_numbers.trainers_base import (
-    LENGTH, VOCAB, WIDTH, Experts, Model, Run, clip, collective, cut, gathered, mean_loss, own, pairs, rank, same, scattered,
-    sum_gradients, total, train, world)
+    LENGTH, VOCAB, WIDTH, Experts, Model, Run, clip, collective, cut, gathered, mean_loss, own, pairs, rank, same,
+    scattered, sum_gradients, total, train, world)
 
 MICRO_BATCHES = 3  # of two samples, on each rank
 
@@ -31,25 +27,16 @@ def accumulate(model, loss_of=mean_loss, part=lambda *both: both):
 
 def clipped(model, parts, fault=""):
     """Clips by the norm of all gradients, in which what all ranks hold whole counts once."""
-    counts = {name: 1 if name in parts or fault in ("counted", "own_norm") else world()
-              for name, _ in model.named_parameters()}
-    squares = sum(param.grad.square().sum() / counts[name] for name, param in model.named_parameters())
+    squares = sum(param.grad.square().sum() / (1 if name in parts or fault in ("counted", "own_norm") else world())
+                  for name, param in model.named_parameters())
     return clip(model.parameters(), squares if fault == "own_norm" else total(squares))
 
 
-class VocabParallel(torch.nn.Module):
+def embed(weight, ids, fault):
     """A rank has some rows of the embedding. Others add the vectors of their tokens."""
-
-    def __init__(self, whole, fault):
-        super().__init__()
-        self.weight, self.fault, self.sum = whole.weight, fault, collective(total, same)
-
-    def forward(self, ids):
-        local, rows = ids - rank() * len(self.weight), len(self.weight)
-        if self.fault == "mask":
-            rows -= 1
-        is_mine = (local >= 0) & (local < rows)
-        return self.sum(F.embedding(local * is_mine, self.weight) * is_mine[..., None])
+    local, rows = ids - rank() * len(weight), len(weight) - 1 if fault == "mask" else len(weight)
+    is_mine = (local >= 0) & (local < rows)
+    return collective(total, same)(F.embedding(local * is_mine, weight) * is_mine[..., None])
 
 
 def vocab_parallel_loss(logits, targets):
@@ -77,7 +64,7 @@ def tp(run: Run):
     model, fault = Model(), run.fault
     parts = cut(model, {"[qkv].weight": 0, "up.weight": 0, "up.bias": 0, "out.weight": 1, "down.weight": 1,
                         "embedding.weight": 0, "head.weight": 0})
-    model.embedding, head = VocabParallel(model.embedding, fault), model.head.forward
+    head, model.embedding.forward = model.head.forward, lambda ids: embed(model.embedding.weight, ids, fault)
     f = collective(same, same if fault == "f" else total)
     g = collective(total, total if fault == "g" else same)
     for layer in model.layers.values():
@@ -151,16 +138,12 @@ def pp(run: Run):
     """
     model, fault, is_first, is_last = Model(), run.fault, rank() == 0, rank() == world() - 1
     mine = {*["embedding", "0", "1", "head"][rank() * 4 // world() : (rank() + 1) * 4 // world()]}
-    if fault == "twice" and rank() < 2:
-        mine.add("0")
-    if fault == "never":
-        mine.discard("1")
+    mine |= {"0"} if fault == "twice" and rank() < 2 else set()
+    mine -= {"1"} if fault == "never" else set()
     model.head.weight = model.embedding.weight
     [model.layers.pop(name) for name in "01" if name not in mine]
-    if not is_first:
-        model.embedding = None
-    if not is_last:
-        model.norm = model.head = None
+    model.embedding = model.embedding if is_first else None
+    model.norm, model.head = (model.norm, model.head) if is_last else (None, None)
     if world() > 1:
         schedule = ScheduleGPipe(PipelineStage(model, rank(), world(), torch.device("cpu")), MICRO_BATCHES, mean_loss,
                                  scale_grads=fault != "scale")
@@ -194,8 +177,9 @@ def ep(run: Run):
     """
     model, fault = Model(mlp=Experts), run.fault
     parts = cut(model, {"mlp.up": 0, "mlp.down": 0})
+    enter, leave = collective(gathered, scattered, dim=0), collective(scattered, gathered, dim=0)
     for layer in model.layers.values():
-        layer.enter_mlp, layer.leave_mlp = collective(gathered, scattered, dim=0), collective(scattered, gathered, dim=0)
+        layer.enter_mlp, layer.leave_mlp = enter, leave
         layer.mlp.first = rank() * len(layer.mlp.up)
         if fault != "balance":
             layer.mlp.counted = lambda share: total(share) / world()  # of the tokens of all ranks

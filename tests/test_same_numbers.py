@@ -8,33 +8,27 @@ import torch
 from launch import ROOT, start_fork
 from same_numbers import Recording
 from same_numbers.__main__ import Comparison, main
-from same_numbers.trainers import FRAMEWORKS
-from same_numbers.trainers_base import faults
 from torch import nn
 
-FOREIGN = {  # of same_numbers/trainers.py, and words of the verdict on its fault
-    "fsdp2": "the optimizer does not hold 29 of them",
-    "dtensor": "norm*.weight, norm.weight: unlike on ranks that should hold the same, whose sum is right",
-    "fsdp_tp": "does each rank clip by its own norm?",
-    "accelerate": "6 times too small = the number of micro-batches",
-    "trainer": "count 0.939, 1.08, 1.28, 1.56, 0.782, 0.88, 1.01, 1.17, 1.41, 0.741, 0.828, 0.939 times",
-    "lora": "weights at the start, base_model.model.layers.*.q.lora_A.default.weight",
+FOREIGN = {  # a trainer, its fault and ranks: words of the verdict
+    ("fsdp2", "early", 2): "the optimizer does not hold 29 of them",
+    ("fsdp2", "own_norm", 4): "does each rank clip by its own norm?",
+    ("dtensor", "norms", 2): "norm*.weight, norm.weight: unlike on ranks that should hold the same, whose sum is right",
+    ("accelerate", "twice", 2): "6 times too small = the number of micro-batches",
+    ("trainer", "means", 2): "count 0.939, 1.08, 1.28, 1.56, 0.782, 0.88, 1.01, 1.17, 1.41, 0.741, 0.828, 0.939 times",
+    ("lora", "seeds", 2): "weights at the start, base_model.model.layers.*.q.lora_A.default.weight",
 }
 
 
 @pytest.mark.drawn(2)
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_a_foreign_trainer_is_right_and_its_fault_is_named(kind, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(f"import sys, runpy\nsys.path.append({str(ROOT)!r})\n"
-                      "runpy.run_module('same_numbers.trainers', run_name='__main__')\n")
-    ranks = 4 if kind == "fsdp_tp" else 2
-    flags = {"one": (), "right": (), "wrong": ("--fault", *faults(FRAMEWORKS[kind]))}
-    runs = [start_fork(0, 1 if name == "one" else ranks, kind, tmp_path / name, *flags[name], script=script)
-            for name in flags]
+@pytest.mark.parametrize("kind, fault, ranks", FOREIGN)
+def test_a_foreign_trainer_is_right_and_its_fault_is_named(kind, fault, ranks, tmp_path):
+    flags = {"one": (), "right": (), "wrong": ("--fault", fault)}
+    runs = [start_fork(0, 1 if name == "one" else ranks, kind, tmp_path / name, *flags[name],
+                       script=ROOT / "tests" / "support" / "trainers_of_libraries.py") for name in flags]
     [run.result() for run in runs]
     assert verdict(tmp_path, "right") == ""
-    assert FOREIGN[kind] in verdict(tmp_path, "wrong")
+    assert FOREIGN[kind, fault, ranks] in verdict(tmp_path, "wrong")
 
 
 def verdict(folder, many: str) -> str:

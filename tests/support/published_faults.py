@@ -1,5 +1,5 @@
-"""python tests/support/published_faults.py [--steps 100] [KIND ...]: of each published fault, what a loss curve says and
-what the verdict of same_numbers says, as a table in Markdown; docs/SAME_NUMBERS.md shows it.
+"""python tests/support/published_faults.py [KIND ...]: of each published fault, what a loss curve says and what the
+verdict of same_numbers says, as a table in Markdown; docs/SAME_NUMBERS.md shows it.
 
 The faults are switches of same_numbers/trainers_model.py and trainers_data.py. The ranks of a number and dtype are
 forked once, and train one after the other.
@@ -23,6 +23,7 @@ from same_numbers import trainers_data, trainers_model  # noqa: E402
 from same_numbers.__main__ import Comparison, Recording  # noqa: E402
 from same_numbers.trainers_base import Run, faults, rank  # noqa: E402
 
+ALL = r"\ball \d"
 SUM = "whose sum is right.*is the sum over tp ranks left out"
 MEAN = "whose mean is right: are some summands never averaged"
 EXPECTED = {  # kind and fault: of what the verdict's first line has to speak, and by which words it names the cause
@@ -32,21 +33,22 @@ EXPECTED = {  # kind and fault: of what the verdict's first line has to speak, a
     "tp g": ("mlp.down.weight|layers.1", "one sum too many"), "tp counted": ("gradient norm", "counted once for each"),
     "tp own_norm": ("gradient norm", "of its own"), "sp norms": (r"norm\*?.weight", SUM), "sp router": ("router", SUM),
     "cp labels": ("loss", "targets"), "cp positions": ("forward|layers.0", "positions|first wrong in forward"),
-    "cp scale": (r"\ball \d", "too large.*sum over ranks"), "cp ring": ("[kv]_norm|layers", "look at backward|first wrong"),
+    "cp scale": (ALL, "too large.*sum over ranks"),
+    "cp ring": ("[kv]_norm|layers", "look at backward|first wrong"),
     "pp twice": ("layers.[0*]", "twice|forward"), "pp never": ("layers.1", "absent|no rank"),
-    "pp tied": ("embedding", "tied"), "pp scale": (r"\ball \d", "number of.*micro-batches: is the loss divided"),
-    "pp own_norm": (r"\ball \d|gradient norm", "its own"), "ep times": ("mlp.up", "too large.*sum over ranks"),
+    "pp tied": ("embedding", "tied"), "pp scale": (ALL, "number of.*micro-batches: is the loss divided"),
+    "pp own_norm": (f"{ALL}|gradient norm", "its own"), "ep times": ("mlp.up", "too large.*sum over ranks"),
     "ep group": ("mlp.up", "group|other experts|mixed"), "ep balance": ("loss", "forward is right|balanc"),
-    "ep own_norm": ("gradient norm", "of its own"), "ddp flag": (r"\ball \d", MEAN), "replicas hook": (r"\ball \d", MEAN),
-    "replicas stale": ("embedding", MEAN), "replicas undivided": (r"\ball \d", "too large = the number of.*micro-batches"),
-    "replicas sum": (r"\ball \d", "too large.*a sum over ranks where the mean"), "replicas seeds": ("at the start", "seed"),
+    "ep own_norm": ("gradient norm", "of its own"), "ddp flag": (ALL, MEAN), "replicas hook": (ALL, MEAN),
+    "replicas stale": ("embedding", MEAN), "replicas undivided": (ALL, "too large = the number of.*micro-batches"),
+    "replicas sum": (ALL, "too large.*a sum over ranks where the mean"), "replicas seeds": ("at the start", "seed"),
     "replicas samples": ("samples", "does the loader ask"), "replicas rate": ("changed", "learning rate.*scheduler"),
     "replicas recompute": ("layers.0", "look at backward|first wrong"),
-    "padded own_count": (r"\ball \d", "count .* times.*padding"), "padded averaged": (r"\ball \d", "too small.*divided by ranks"),
+    "padded own_count": (ALL, "count .* times.*padding"), "padded averaged": (ALL, "too small.*divided by ranks"),
     "contrastive own_samples": ("loss", "forward is right|negatives|other samples"),
-    "contrastive no_grad": (r"\ball \d", "look at backward|first wrong"),
+    "contrastive no_grad": (ALL, "look at backward|first wrong"),
     "sharded early": ("changed", "does not hold 16 of them: was it made before"),
-    "sharded shard": ("changed", "drift|never sent|broadcast"), "sharded own_norm": (r"\ball \d|gradient norm", "its own"),
+    "sharded shard": ("changed", "drift|never sent|broadcast"), "sharded own_norm": (f"{ALL}|gradient norm", "its own"),
     "muon rows": ("changed", "whole matri|Muon|shards"), "resumed moments": ("changed", "moments"),
     "resumed data": ("samples", "does a resumed run begin its data anew"), "local sign": ("changed", "sign"),
 }
@@ -125,8 +127,9 @@ def main() -> int:
                 found, placed, named = found + bool(said.lines), placed + said.placed, named + said.named
                 both += said.placed and said.named
                 line = re.sub(r"^step \d+: ", "", said.lines[0]) if said.lines else ""
-                print(f"| {kind}, {fault}: {words} ({source}) | {off[0]} | {off[1]} | {line.replace('*', chr(92) + '*')} | "
-                      f"{'yes' if said.placed else 'no'}, {'yes' if said.named else 'no'} |", flush=True)
+                row = f"{kind}, {fault}: {words} ({source})", *off, line.replace("*", r"\*")
+                marks = ("no", "yes")[said.placed], ("no", "yes")[said.named]
+                print(f"| {' | '.join(row)} | {', '.join(marks)} |", flush=True)
     total = sum(bool(fault) for _, fault in cases)
     print(f"\nOf {total} faults {found} are found, {placed} placed and {named} named rightly, {both} both; "
           f"{accused} right versions are accused ({args.ranks} ranks, {args.dtype}).")
