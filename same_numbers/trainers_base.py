@@ -188,8 +188,10 @@ def mean_loss(logits, targets):
 
 def adam(model):
     """With a group for DTensors."""
-    params = {kind: [each for each in model.parameters() if hasattr(each, "placements") is kind] for kind in (True, False)}
-    return torch.optim.AdamW([{"params": each} for each in params.values()], lr=1e-2)
+    groups = [[], []]
+    for param in model.parameters():
+        groups[hasattr(param, "placements")].append(param)
+    return torch.optim.AdamW([{"params": group} for group in groups], lr=1e-2)
 
 
 def sum_gradients(model, of: Callable = lambda name: True, divisor: float = 1) -> None:

@@ -103,6 +103,12 @@ def losses(folder, kind: str, fault: str, ranks: int, dtype: torch.dtype) -> lis
     return json.loads((folder_of(folder, kind, fault, ranks, dtype) / "losses.json").read_text())
 
 
+def percent(difference: float) -> str:
+    """In two digits; 0 below a thousandth of a percent."""
+    rounded = float(f"{100 * difference:.2g}")
+    return "NaN" if rounded != rounded else f"{rounded:+g} %" if abs(rounded) >= 1e-3 else "0 %"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(TRAINERS)} (default: all)")
@@ -122,7 +128,7 @@ def main() -> int:
             if fault:
                 words, source = faults(TRAINERS[kind])[fault]
                 right, wrong = losses(folder, kind, "", 1, dtype), losses(folder, kind, fault, args.ranks, dtype)
-                off = [f"{100 * (wrong[step - 1] / right[step - 1] - 1):+.2g} %" for step in (3, args.steps)]
+                off = [percent(wrong[step - 1] / right[step - 1] - 1) for step in (3, args.steps)]
                 said = verdict(folder, kind, fault, args.ranks, dtype)
                 found, placed, named = found + bool(said.lines), placed + said.placed, named + said.named
                 both += said.placed and said.named
