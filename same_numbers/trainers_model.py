@@ -171,9 +171,9 @@ def ep(run: Run):
     """Each rank has some of the experts and some of the samples. Tokens travel to their experts and back.
 
     times: experts' gradients are ep times too large (pytorch/pytorch#160285)
-    group: experts' gradients are averaged with those of other experts (deepspeedai/DeepSpeed#6546)
+    group: experts' gradients are averaged with those of other experts (deepspeedai/DeepSpeed#3521)
     balance: the balancing loss counts a rank's own tokens (arXiv 2501.11873)
-    own_norm: the norm leaves out the experts of other ranks (NVIDIA/Megatron-LM#2263)
+    own_norm: the norm leaves out the experts of other ranks (deepspeedai/DeepSpeed#5259)
     """
     model, fault = Model(mlp=Experts), run.fault
     parts = cut(model, {"mlp.up": 0, "mlp.down": 0})
