@@ -187,11 +187,12 @@ def mean_loss(logits, targets):
 
 
 def adam(model):
-    """With a group for DTensors."""
+    """With a group for DTensors. In float32 with small steps: large ones make much of rounding."""
     groups = [[], []]
     for param in model.parameters():
         groups[hasattr(param, "placements")].append(param)
-    return torch.optim.AdamW([{"params": group} for group in groups], lr=1e-2)
+    lr = 1e-2 if torch.get_default_dtype() == torch.float64 else 1e-3
+    return torch.optim.AdamW([{"params": group} for group in groups], lr=lr)
 
 
 def sum_gradients(model, of: Callable = lambda name: True, divisor: float = 1) -> None:
