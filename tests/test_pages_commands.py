@@ -77,6 +77,7 @@ SHORTER = {  # program -> flags that cut a run short, and what tells that it is 
     r"step\d\w*/train\.py": ("--max_tokens 20480", r"--max_tokens (\d{1,4}|[1-3]\d{4})\b|--steps"),
     r"/run_(causal_lm|gpt2|llama|qwen|bert|vit)\.py": ("--steps 3", r"--steps"),
     r"--max_steps 5000": ("--max_steps 20", r"--max_steps \d\d\b"),
+    r"--local_steps 50": ("--max_steps 3", r"--max_steps"),
     r"/train_distributed\.py": ("--max_steps 50", r"--max_steps"),
     r"/three_stages_simple_pp\.py": ("--train_steps 20", r"--train_steps"),
 }
