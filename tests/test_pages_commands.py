@@ -288,8 +288,8 @@ def typed(command: str, homes: dict[str, pathlib.Path]) -> str:
     for k, part in parts:
         home = homes[f"node{k}"]
         inner = shlex.quote(f"set -eo pipefail; cd ~/tutorial\n{part}")
-        words.append(f"{SCRIPT} exec node{k} env -u XDG_CACHE_HOME HOME={home} PATH={home}/tutorial/.venv/bin:$PATH "
-                     f"bash -c {inner}")
+        words.append(f"{SCRIPT} exec node{k} env -u XDG_CACHE_HOME -u GLOO_SOCKET_IFNAME HOME={home} "
+                     f"PATH={home}/tutorial/.venv/bin:$PATH bash -c {inner}")
     return words[0] if len(words) == 1 else " &\n".join([*words, "for job in $(jobs -p); do wait $job; done"])
 
 
