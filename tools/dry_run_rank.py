@@ -11,29 +11,17 @@ run_rank() runs the step's own main() for one optimizer step. What differs from 
 Count notes each storage once, from the operation that makes it until it is freed.
 """
 
-import contextlib
-import json
-import os
-import pathlib
-import sys
-import tempfile
-import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
-
-from step_modules import RandomSamples, StepModules, StepSource
 
 aten = torch.ops.aten
 KINDS = ("weights", "gradients", "optimizer", "activations", "messages")
@@ -133,7 +121,8 @@ class Count(TorchDispatchMode):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if func is aten._local_scalar_dense.default and any(isinstance(each, FakeTensor) for each in tensors):
-            return 1 if not tensors[0].is_floating_point() else 1.0
+            assert tensors[0].is_floating_point() or tensors[0].numel() == 1, "numbers of a tensor without numbers"
+            return torch.ones((), dtype=tensors[0].dtype).item()
         if func is aten.bincount.default and self.is_fake:  # balanced
             rows, experts = tensors[0].numel(), kwargs.get("minlength", args[-1])
             return torch.tensor([rows // experts + (i < rows % experts) for i in range(experts)])
@@ -187,18 +176,20 @@ class Count(TorchDispatchMode):
 class Communication:
     """In place of torch.distributed's functions: notes what is sent, and to whom."""
 
-    def __init__(self, count: Count, axis_of: Callable[[object], str]):
-        self.count, self.axis_of = count, axis_of
+    def __init__(self, count: Count, axis_of: Callable[[object], str], agree: Callable | None = None):
+        self.count, self.axis_of, self.agree = count, axis_of, agree
 
     def note(self, kind: str, group, num_bytes: float, peer: int | None = None, tensor=None, is_async: bool = False):
         handle = Handle(self.count, tensor if is_async else None) if is_async else None
-        if self.count.default == "activations":
+        if self.count.default == "activations" and dist.get_world_size(group) > 1:
             ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
             self.count.log.append(Event(kind, self.axis_of(group), ranks, peer, int(num_bytes), handle))
         return handle
 
     def all_reduce(self, tensor, op=None, group=None, async_op=False):
         size = dist.get_world_size(group)
+        if self.agree and op == dist.ReduceOp.MAX and not isinstance(tensor, FakeTensor):
+            tensor.fill_(self.agree(tensor.item()))
         return self.note("all_reduce", group, 2 * (size - 1) * tensor.nbytes // size, is_async=async_op)
 
     def reduce_scatter_single(self, output, tensor, op=None, group=None, async_op=False):

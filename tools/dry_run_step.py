@@ -70,7 +70,7 @@ class Stand:
         modules.utils.choose_device, modules.utils.make_scheduler = self.choose_device, self.make_scheduler
         modules.model.init_weights, modules.dataloader.load_samples = self.init_weights, self.load_samples
         modules.metrics.RunLogger = type("RunLogger", (), {
-            "__init__": lambda logger, *args: None, "log": lambda logger, *args, **more: None})
+            "__init__": lambda logger, args, grid, num_steps, tokens: setattr(logger, "num_steps", num_steps), "log": lambda logger, *args, **more: None})
         self.wrap(modules.utils, "load_config", lambda config: setattr(self, "config", config))
         with contextlib.suppress(AttributeError):
             init = modules.data_parallel.Bucket.__init__
@@ -81,7 +81,8 @@ class Stand:
             timeline.span, timeline.background = self.span, lambda handle, *args: handle
         with contextlib.suppress(AttributeError):
             run = modules.pipeline_parallel.run_schedule
-            modules.pipeline_parallel.run_schedule = lambda *args: (self.note_schedule(*args), run(*args))[1]
+            modules.pipeline_parallel.run_schedule = lambda schedule, *args: run(
+                self.note_schedule(schedule, *args), *args)
         self.wrap(modules.train, "parse_args", self.limit)
 
     def wrap(self, module: types.ModuleType, name: str, after: Callable) -> None:
@@ -142,7 +143,8 @@ class Stand:
             self.params += params
         self.optimizers.append(optimizer)
         self.start()
-        return types.SimpleNamespace(get_last_lr=lambda: [0.0], step=self.end_step)
+        is_first = len(self.optimizers) == 1
+        return types.SimpleNamespace(get_last_lr=lambda: [0.0], step=self.end_step if is_first else lambda: None)
 
     def start(self) -> None:
         self.count.snapshot("before the step")
@@ -168,9 +170,14 @@ class Stand:
         yield
         self.count.end(self.params)
 
-    def note_schedule(self, schedule, model, data_loader, *args) -> None:
-        self.schedule = schedule
+    def note_schedule(self, schedule: Callable, model, data_loader, *args) -> Callable:
+        def actions(*sizes: int) -> list:
+            with mock.patch.object(self.count, "is_fake", False):  # a schedule's numbers are real
+                return list(schedule(*sizes))
+
+        self.schedule = actions
         self.microbatches = getattr(data_loader, "gradient_accumulation_steps", None) or args[1]
+        return actions
 
 
 def prepare_model(flags: list[str], folder: str, presets: dict) -> list[str]:
@@ -191,12 +198,26 @@ def prepare_model(flags: list[str], folder: str, presets: dict) -> list[str]:
 
 
 def run_rank(script: pathlib.Path, flags: list[str], world: int, rank: int, per_machine: int,
-             seconds_of: Callable, is_gpu: bool, presets: dict) -> Rank:
-    """One optimizer step of one rank. Raises what the step raises, its UserError among it."""
+             seconds_of: Callable, is_gpu: bool, presets: dict, agree: Callable[[int], int] | None = None) -> Rank:
+    """One optimizer step of one rank. Raises what the step raises, its UserError among it.
+
+    Ranks of unlike pipelines (step 9) agree on the bytes of a bucket, by the rank with most parameters. So each of them
+    runs up to there first. `agree`(this rank's) is the largest.
+    """
+    if "--pipelines" in flags and agree is None:
+        found: list[int] = []
+
+        def note(own: int) -> None:
+            found.append(own)
+            raise EndOfStep
+
+        for other in range(world):
+            run_rank(script, flags, world, other, per_machine, seconds_of, is_gpu, presets, note)
+        agree = lambda own: max(found)  # noqa: E731
     modules, count, store = StepSource("", folders=(script.parent,)).load(), Count(seconds_of, is_gpu), CountedStore()
     stand = Stand(modules, count)
     stand.install()
-    communication, resize = Communication(count, stand.axis_of), torch.UntypedStorage.resize_
+    communication, resize = Communication(count, stand.axis_of, agree), torch.UntypedStorage.resize_
     join, backend = dist.init_process_group, ["gloo"]
     new_group = dist.new_group
 
@@ -212,7 +233,8 @@ def run_rank(script: pathlib.Path, flags: list[str], world: int, rank: int, per_
     def rms_norm(x, shape, weight=None, eps=None):
         return FUSED_NORM(x, shape, weight, eps)[0] if count.is_gpu else norm(x, shape, weight, eps)
 
-    norm, backward = F.rms_norm, torch.autograd.backward
+    norm, backward, move, move_module = F.rms_norm, torch.autograd.backward, torch.Tensor.to, torch.nn.Module.to
+    make_tensor = torch.tensor
 
     def run_backward(*args, **kwargs):
         is_phase = count.phase == "between"  # in the steps without a timeline
@@ -230,6 +252,11 @@ def run_rank(script: pathlib.Path, flags: list[str], world: int, rank: int, per_
           mock.patch.object(torch.UntypedStorage, "resize_", resize_storage),
           mock.patch.object(F, "rms_norm", rms_norm), mock.patch.object(torch.autograd, "backward", run_backward),
           mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
+          mock.patch.object(torch, "tensor", lambda data, device=None, **options: make_tensor(data, **options)),
+          mock.patch.object(torch.Tensor, "to", lambda tensor, *args, **options: move(
+              tensor, *("cpu" if each == "cuda" else each for each in args), **options)),
+          mock.patch.object(torch.nn.Module, "to", lambda module, *args, **options: (
+              module if count.is_fake else move_module(module, *args, **options))),
           mock.patch.object(FakeTensor, "is_cuda", property(lambda tensor: count.is_gpu), create=True), count):
         try:
             modules.train.main()
