@@ -30,6 +30,7 @@ KINDS = ("weights", "gradients", "optimizer", "activations", "messages")
 class Event(NamedTuple):
     """A collective or message of this rank. `num_bytes`: sent, an all-reduce around a ring; of a receive, received."""
 
+    rank: int
     kind: str
     axis: str
     group: tuple[int, ...]
@@ -183,7 +184,7 @@ class Communication:
         handle = Handle(self.count, tensor if is_async else None) if is_async else None
         if self.count.default == "activations" and dist.get_world_size(group) > 1:
             ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-            self.count.log.append(Event(kind, self.axis_of(group), ranks, peer, int(num_bytes), handle))
+            self.count.log.append(Event(dist.get_rank(), kind, self.axis_of(group), ranks, peer, int(num_bytes), handle))
         return handle
 
     def all_reduce(self, tensor, op=None, group=None, async_op=False):

@@ -44,6 +44,7 @@ class Rank(NamedTuple):
     store_operations: int
     schedule: Callable | None
     microbatches: int
+    parameters: int
 
 
 class Stand:
@@ -52,7 +53,8 @@ class Stand:
     def __init__(self, modules: StepModules, count: Count):
         self.modules, self.count, self.params, self.optimizers = modules, count, [], []
         self.args = self.config = self.schedule = None
-        self.microbatches, self.steps_left = 1, 1
+        self.microbatches = self.steps_left = 1
+        self.num_parameters = 0
 
     def axis_of(self, group) -> str:
         for name, value in vars(self.modules.process_group_manager.process_group_manager).items():
@@ -127,6 +129,7 @@ class Stand:
             setattr(model.get_submodule(module), key, own)
         model.tie_weights()
         self.params = list(model.parameters())
+        self.num_parameters = sum(param.numel() for param in self.params)
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer, *args):
         """Its averages are made now. Counting begins."""
@@ -147,6 +150,8 @@ class Stand:
         return types.SimpleNamespace(get_last_lr=lambda: [0.0], step=self.end_step if is_first else lambda: None)
 
     def start(self) -> None:
+        for param in self.params:
+            param.grad = None
         self.count.snapshot("before the step")
         self.count.log.clear()
         self.count.peak, self.count.peaks, self.count.flops = type(self.count.peak)(), {}, 0
@@ -266,4 +271,4 @@ def run_rank(script: pathlib.Path, flags: list[str], world: int, rank: int, per_
             if dist.is_initialized():
                 dist.destroy_process_group()
     return Rank(count, stand.args, stand.config, modules.process_group_manager.process_group_manager,
-                store.operations, stand.schedule, stand.microbatches)
+                store.operations, stand.schedule, stand.microbatches, stand.num_parameters)
