@@ -56,18 +56,23 @@ class Handle:
 
 
 class CountedStore(dist.Store):
-    """Stands for the store of torchrun, to which all ranks have given what this rank gives."""
+    """Stands for the store of torchrun, to which all other ranks have come before, with the same flags."""
 
-    def __init__(self):
+    def __init__(self, world: int):
         super().__init__()
-        self.operations, self.own = 0, b""
+        self.world, self.operations, self.values = world, 0, {}
 
-    def set(self, key: str, value) -> None:
-        self.operations, self.own = self.operations + 1, value
+    def set(self, key: str, value: str) -> None:
+        self.operations += 1
+        self.values[key] = value
 
     def get(self, key: str) -> bytes:
         self.operations += 1
-        return self.own if isinstance(self.own, bytes) else self.own.encode()
+        return self.values.get(key, "{}").encode()
+
+    def add(self, key: str, amount: int) -> int:
+        self.operations += 1
+        return self.world
 
 
 class Count(TorchDispatchMode):

@@ -219,7 +219,7 @@ def run_rank(script: pathlib.Path, flags: list[str], world: int, rank: int, per_
         for other in range(world):
             run_rank(script, flags, world, other, per_machine, seconds_of, is_gpu, presets, note)
         agree = lambda own: max(found)  # noqa: E731
-    modules, count, store = StepSource("", folders=(script.parent,)).load(), Count(seconds_of, is_gpu), CountedStore()
+    modules, count, store = StepSource("", folders=(script.parent,)).load(), Count(seconds_of, is_gpu), CountedStore(world)
     stand = Stand(modules, count)
     stand.install()
     communication, resize = Communication(count, stand.axis_of, agree), torch.UntypedStorage.resize_
