@@ -58,9 +58,9 @@ class Handle:
 class CountedStore(dist.Store):
     """Stands for the store of torchrun, to which all other ranks have come before, with the same flags."""
 
-    def __init__(self, world: int):
+    def __init__(self):
         super().__init__()
-        self.world, self.operations, self.values = world, 0, {}
+        self.operations, self.values = 0, {"flags": "{}", "difference": ""}
 
     def set(self, key: str, value: str) -> None:
         self.operations += 1
@@ -68,11 +68,11 @@ class CountedStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         self.operations += 1
-        return self.values.get(key, "{}").encode()
+        return self.values[key].encode()
 
     def add(self, key: str, amount: int) -> int:
         self.operations += 1
-        return self.world
+        return 0  # another rank is the last one
 
 
 class Count(TorchDispatchMode):
@@ -85,7 +85,13 @@ class Count(TorchDispatchMode):
         self.fake, self.is_fake, self.is_gpu = FakeTensorMode(allow_non_fake_inputs=True), False, is_gpu
         self.seconds_of, self.log, self.is_view, self.phase = seconds_of, [], {}, "weights"
         self.default, self.storages, self.held = "weights", {}, Counter(dict.fromkeys(KINDS, 0))
-        self.flops, self.peak, self.peaks, self.snapshots = 0, Counter(), {}, {}
+        self.snapshots: dict[str, dict] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """`peak`: the most of all together; `most`: of each by itself; `kept`: between two actions, for backward."""
+        self.log.clear()
+        self.flops, self.peak, self.peak_at, self.kept, self.most = 0, Counter(), "", 0, Counter(self.held)
 
     # Memory
 
@@ -98,10 +104,9 @@ class Count(TorchDispatchMode):
 
     def grow(self, category: str, change: int) -> None:
         self.held[category] += change
+        self.most[category] = max(self.most[category], self.held[category])
         if change > 0 and (total := sum(self.held.values())) > sum(self.peak.values()):
             self.peak, self.peak_at = Counter(self.held), self.phase
-        if change > 0 and total > self.peaks.get(self.phase, (0,))[0]:
-            self.peaks[self.phase] = total, dict(self.held)
 
     def free(self, key: int) -> None:
         size, category, _ = self.storages.pop(key)
@@ -112,6 +117,7 @@ class Count(TorchDispatchMode):
         if entry and entry[1] != category and only in (None, entry[1]):
             self.held[entry[1]] -= entry[0]
             self.held[category] += entry[0]
+            self.most[category] = max(self.most[category], self.held[category])
             entry[1] = category
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -170,6 +176,7 @@ class Count(TorchDispatchMode):
 
     def end(self, params: Sequence[torch.Tensor]) -> None:
         self.log.append(("end",))
+        self.kept = max(self.kept, self.held["activations"] + self.held["messages"])
         for param in params:
             if param.grad is not None:
                 self.label(param.grad, "gradients")

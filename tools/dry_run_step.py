@@ -150,11 +150,9 @@ class Stand:
         return types.SimpleNamespace(get_last_lr=lambda: [0.0], step=self.end_step if is_first else lambda: None)
 
     def start(self) -> None:
-        for param in self.params:
-            param.grad = None
+        self.has_begun = False
         self.count.snapshot("before the step")
-        self.count.log.clear()
-        self.count.peak, self.count.peaks, self.count.flops = type(self.count.peak)(), {}, 0
+        self.count.restart()
         self.count.default, self.count.phase = "activations", "between"
 
     def end_step(self) -> None:
@@ -169,8 +167,11 @@ class Stand:
         if kind not in PHASES:
             yield
             return
+        if not self.has_begun:  # zero_grad() has freed what was left of the step before
+            self.count.snapshot("before the step")
         if kind == "gradient norm":
             self.count.snapshot("after backward")
+        self.has_begun = True
         self.count.begin(kind, microbatch, chunk)
         yield
         self.count.end(self.params)
@@ -219,9 +220,8 @@ def run_rank(script: pathlib.Path, flags: list[str], world: int, rank: int, per_
         for other in range(world):
             run_rank(script, flags, world, other, per_machine, seconds_of, is_gpu, presets, note)
         agree = lambda own: max(found)  # noqa: E731
-    modules, count, store = StepSource("", folders=(script.parent,)).load(), Count(seconds_of, is_gpu), CountedStore(world)
+    modules, count, store = StepSource("", folders=(script.parent,)).load(), Count(seconds_of, is_gpu), CountedStore()
     stand = Stand(modules, count)
-    stand.install()
     communication, resize = Communication(count, stand.axis_of, agree), torch.UntypedStorage.resize_
     join, backend = dist.init_process_group, ["gloo"]
     new_group = dist.new_group
@@ -264,6 +264,7 @@ def run_rank(script: pathlib.Path, flags: list[str], world: int, rank: int, per_
               module if count.is_fake else move_module(module, *args, **options))),
           mock.patch.object(FakeTensor, "is_cuda", property(lambda tensor: count.is_gpu), create=True), count):
         try:
+            stand.install()
             modules.train.main()
         except EndOfStep:
             pass
