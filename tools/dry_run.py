@@ -73,7 +73,7 @@ def describe(rank: Rank, machine: Machine, kinds: dict[int, Clock], peak: float)
     found, actions = predict(rank, machine, kinds, peak), []
     if rank.schedule:
         order = rank.schedule(grid.pp_rank, grid.pp_world_size, rank.microbatches)
-        actions = [f"{kind}{i}" + "".join(f".{each}" for each in chunk) for kind, i, *chunk in order]
+        actions = [f"{kind}{i}" + "".join(f".{each}" for each in chunk if each) for kind, i, *chunk in order]
     held = {name: count.snapshots[name] for name in PHASES if name in count.snapshots}
     return {
         "rank": grid.global_rank, "world": grid.world_size, "place": str(grid),
@@ -90,8 +90,8 @@ def table(found: dict) -> str:
              "GB held" + " " * 25 + "".join(f"{kind:>13}" for kind in ("all", *KINDS))]
     for phase, held in found["held"].items():
         phase += f", in {found['peak_in']}" * (phase == "at the peak")
-        lines.append(f"{phase:32}" + "".join(f"{held[kind] / 1e9:13.3f}" if kind else f"{sum(held.values()) / 1e9:13.3f}"
-                                             for kind in ("", *KINDS)))
+        sizes = sum(held.values()), *(held[kind] for kind in KINDS)
+        lines.append(f"{phase:32}" + "".join(f"{size / 1e9:13.3f}" for size in sizes))
     lines += ["", f"{'axis':6}{'what':20}{'times':>7}{'GB sent':>10}{'largest MB':>12}  with ranks"]
     lines += [f"{row['axis']:6}{row['what']:20}{row['count']:7}{row['bytes'] / 1e9:10.3f}{row['largest'] / 1e6:12.3f}  "
               f"{name_of(tuple(row['with']))}" for row in found["sent"]]

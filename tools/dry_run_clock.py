@@ -2,8 +2,8 @@
 
     an operation    its floating-point operations by the device's rate, or the bytes that it reads and writes by that of
                     its memory, whichever takes longer
-    a collective    the bytes that a rank sends around a ring, by the rate of the slowest link of the ring, and a latency
-                    for each doubling of its ranks. One after the other along each axis; what nobody waits for is hidden
+    a collective    the bytes that a rank sends around a ring, by the rate of its slowest link, and a latency for each
+                    doubling of its ranks. One after the other along each axis; what nobody waits for is hidden
     a pipeline      its schedule, in which every stage takes for an action as long as the rank of its kind
 
 What is left out: how the rate depends on the sizes of matrices, launches of kernels, and what a rank waits for another

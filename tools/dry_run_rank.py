@@ -128,6 +128,8 @@ class Count(TorchDispatchMode):
     # Operations
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         kwargs = kwargs or {}
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -153,7 +155,8 @@ class Count(TorchDispatchMode):
                 if isinstance(each, torch.Tensor)]
         if (is_view := self.is_view.get(func)) is None:
             returns = func._schema.returns
-            is_view = self.is_view[func] = any(each.alias_info and not each.alias_info.is_write for each in returns)
+            is_view = any(each.alias_info and not each.alias_info.is_write for each in returns)
+            is_view = self.is_view[func] = is_view or "empty" in func.name() or "_unsafe_view" in func.name()
         category = self.default
         if func is aten._to_copy.default and self.default == "activations":
             entry = self.storages.get(tensors[0].untyped_storage()._cdata)  # a copy of a weight in another dtype

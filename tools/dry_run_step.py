@@ -1,14 +1,13 @@
 """Runs train.py of a step as one rank of a dry run: what stands in the place of what, see dry_run_rank.py."""
 
 import contextlib
-import inspect
 import json
 import os
 import pathlib
 import sys
 import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 from unittest import mock
 
@@ -27,6 +26,14 @@ FUSED_NORM = torch.ops.aten._fused_rms_norm
 
 class EndOfStep(Exception):
     """The optimizer step is over."""
+
+
+class NoLogger:  # in place of RunLogger
+    def __init__(self, args, grid, num_steps: int, tokens_per_step: int):
+        self.num_steps = num_steps
+
+    def log(self, *args, **more) -> None:
+        """Records nothing."""
 
 
 class Zeros(RandomSamples):
@@ -71,8 +78,7 @@ class Stand:
         modules = self.modules
         modules.utils.choose_device, modules.utils.make_scheduler = self.choose_device, self.make_scheduler
         modules.model.init_weights, modules.dataloader.load_samples = self.init_weights, self.load_samples
-        modules.metrics.RunLogger = type("RunLogger", (), {
-            "__init__": lambda logger, args, grid, num_steps, tokens: setattr(logger, "num_steps", num_steps), "log": lambda logger, *args, **more: None})
+        modules.metrics.RunLogger = NoLogger
         self.wrap(modules.utils, "load_config", lambda config: setattr(self, "config", config))
         with contextlib.suppress(AttributeError):
             init = modules.data_parallel.Bucket.__init__
@@ -203,6 +209,60 @@ def prepare_model(flags: list[str], folder: str, presets: dict) -> list[str]:
     return [*flags[:at], folder, *flags[at + 1 :]]
 
 
+@contextlib.contextmanager
+def joined(stand: Stand, store: CountedStore, rank: int, world: int, agree: Callable | None) -> Iterator[None]:
+    """Inside of the block torch.distributed knows one rank of many: groups are real, what they send is noted."""
+    join, new_group, backend = dist.init_process_group, dist.new_group, ["gloo"]
+
+    def init(name: str, **options) -> None:
+        backend[0] = name
+        join("fake", store=FakeStore(), rank=rank, world_size=world)
+
+    with mock.patch.multiple(
+            dist, rendezvous=lambda *args, **options: iter([(store, rank, world)]), init_process_group=init,
+            new_group=lambda *args, **options: new_group(*args, **{**options, "backend": "fake"}),
+            **Communication(stand.count, stand.axis_of, agree).patches(lambda group=None: backend[0])):
+        yield
+
+
+@contextlib.contextmanager
+def without_devices(count: Count) -> Iterator[None]:
+    """Inside of the block there is no device but the CPU, whatever tensors say of themselves."""
+    norm, move, move_module, make, resize = (
+        F.rms_norm, torch.Tensor.to, torch.nn.Module.to, torch.tensor, torch.UntypedStorage.resize_)
+
+    def resize_storage(storage: torch.UntypedStorage, size: int):
+        result = resize(storage, size)
+        count.resized(storage)
+        return result
+
+    def rms_norm(x, shape, weight=None, eps=None):
+        return FUSED_NORM(x, shape, weight, eps)[0] if count.is_gpu else norm(x, shape, weight, eps)
+
+    with (mock.patch.object(torch.UntypedStorage, "resize_", resize_storage),
+          mock.patch.object(F, "rms_norm", rms_norm), mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
+          mock.patch.object(torch, "tensor", lambda data, device=None, **options: make(data, **options)),
+          mock.patch.object(torch.Tensor, "to", lambda tensor, *args, **options: move(
+              tensor, *("cpu" if each == "cuda" else each for each in args), **options)),
+          mock.patch.object(torch.nn.Module, "to", lambda module, *args, **options: (
+              module if count.is_fake else move_module(module, *args, **options))),
+          mock.patch.object(FakeTensor, "is_cuda", property(lambda tensor: count.is_gpu), create=True)):
+        yield
+
+
+@contextlib.contextmanager
+def without_timeline(stand: Stand) -> Iterator[None]:
+    """Inside of the block a backward is a phase also where a step has no timeline (4 and 5)."""
+    backward = torch.autograd.backward
+
+    def run_backward(*args, **kwargs):
+        with stand.span("backward") if stand.count.phase == "between" else contextlib.nullcontext():
+            return backward(*args, **kwargs)
+
+    with mock.patch.object(torch.autograd, "backward", run_backward):
+        yield
+
+
 def run_rank(script: pathlib.Path, flags: list[str], world: int, rank: int, per_machine: int,
              seconds_of: Callable, is_gpu: bool, presets: dict, agree: Callable[[int], int] | None = None) -> Rank:
     """One optimizer step of one rank. Raises what the step raises, its UserError among it.
@@ -222,47 +282,11 @@ def run_rank(script: pathlib.Path, flags: list[str], world: int, rank: int, per_
         agree = lambda own: max(found)  # noqa: E731
     modules, count, store = StepSource("", folders=(script.parent,)).load(), Count(seconds_of, is_gpu), CountedStore()
     stand = Stand(modules, count)
-    communication, resize = Communication(count, stand.axis_of, agree), torch.UntypedStorage.resize_
-    join, backend = dist.init_process_group, ["gloo"]
-    new_group = dist.new_group
-
-    def init(name: str, **options) -> None:
-        backend[0] = name
-        join("fake", store=FakeStore(), rank=rank, world_size=world)
-
-    def resize_storage(storage: torch.UntypedStorage, size: int):
-        result = resize(storage, size)
-        count.resized(storage)
-        return result
-
-    def rms_norm(x, shape, weight=None, eps=None):
-        return FUSED_NORM(x, shape, weight, eps)[0] if count.is_gpu else norm(x, shape, weight, eps)
-
-    norm, backward, move, move_module = F.rms_norm, torch.autograd.backward, torch.Tensor.to, torch.nn.Module.to
-    make_tensor = torch.tensor
-
-    def run_backward(*args, **kwargs):
-        is_phase = count.phase == "between"  # in the steps without a timeline
-        with stand.span("backward") if is_phase else contextlib.nullcontext():
-            return backward(*args, **kwargs)
-
     environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank % per_machine),
                    "LOCAL_WORLD_SIZE": str(min(per_machine, world))}
     with (tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, environment),
           mock.patch.object(sys, "argv", [str(script), *prepare_model(flags, folder, presets)]),
-          mock.patch.multiple(dist, rendezvous=lambda *args, **options: iter([(store, rank, world)]),
-                              init_process_group=init, new_group=lambda *args, **options: new_group(
-                                  *args, **{**options, "backend": "fake"}),
-                              **communication.patches(lambda group=None: backend[0])),
-          mock.patch.object(torch.UntypedStorage, "resize_", resize_storage),
-          mock.patch.object(F, "rms_norm", rms_norm), mock.patch.object(torch.autograd, "backward", run_backward),
-          mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
-          mock.patch.object(torch, "tensor", lambda data, device=None, **options: make_tensor(data, **options)),
-          mock.patch.object(torch.Tensor, "to", lambda tensor, *args, **options: move(
-              tensor, *("cpu" if each == "cuda" else each for each in args), **options)),
-          mock.patch.object(torch.nn.Module, "to", lambda module, *args, **options: (
-              module if count.is_fake else move_module(module, *args, **options))),
-          mock.patch.object(FakeTensor, "is_cuda", property(lambda tensor: count.is_gpu), create=True), count):
+          joined(stand, store, rank, world, agree), without_devices(count), without_timeline(stand), count):
         try:
             stand.install()
             modules.train.main()
