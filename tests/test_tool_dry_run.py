@@ -1,6 +1,7 @@
 """dry_run.py: one rank alone counts what it sends and holds in a real run."""
 
 import json
+import random
 import resource
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from messages import LOGGED, messages
 
 with modules_of(9):
     import dry_run
-    from data_sheets import PRESETS
+    import splits
+    from data_sheets import PRESETS, Shape
     from dry_run_clock import simulate
     from dry_run_rank import Event
     from dry_run_step import run_rank
@@ -29,8 +31,7 @@ CASES = {  # step, ranks, flags; experts_per_token is all experts, so that real 
     "unlike pipelines": (9, 5, "--pipelines 1,3;2,1,1 --num_microbatches 3,1"),
     "chunks, backward in two parts": (11, 2, TWO + "--pp_size 2 --pp_engine interleaved_zb --virtual_stages 2"),
     "experts, ZeRO 3, recompute": (16, 4, TWO + "--num_experts 2 --dp_size 4 --ep_size 2 --zero 3 --recompute"),
-    "Muon": (18, 4, TWO + "--dp_size 2 --tp_size 2 --optimizer muon")}
-FURTHER = {
+    "Muon": (18, 4, TWO + "--dp_size 2 --tp_size 2 --optimizer muon"),
     "data, naive": (5, 2, TWO + "--dp_size 2"),
     "data": (6, 2, TWO + "--dp_size 2"),
     "pipeline, AFAB": (7, 4, TWO + "--pp_size 4"),
@@ -44,9 +45,12 @@ FURTHER = {
     "context": (15, 4, TWO + "--cp_size 2 --tp_size 2"),
     "experts": (16, 4, TWO + "--num_experts 4 --experts_per_token 4 --dp_size 4 --ep_size 4"),
     "local steps": (17, 2, TWO + "--dp_size 2 --local_steps 1 --outer_momentum 0.9")}
-cases = pytest.mark.parametrize("step, ranks, flags", [
-    *(pytest.param(*case, id=name) for name, case in CASES.items()),
-    *(pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in FURTHER.items())])
+
+
+def cases(*quick: str):
+    """All of them; those that are not named here are slow."""
+    return pytest.mark.parametrize("step, ranks, flags", [
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name not in quick)) for name, case in CASES.items()])
 
 
 def dry(step: int, ranks: int, rank: int, flags: list):
@@ -58,7 +62,7 @@ def tokens(seq_len: int, step: int, ranks: int, flags: str) -> int:
     return 2 * 2 * seq_len * (4 if step == 9 else 2 * (ranks if "--dp_size" in flags else 1))
 
 
-@cases
+@cases("tensor", "unlike pipelines", "chunks, backward in two parts")
 def test_messages_are_those_of_a_real_run(step, ranks, flags):
     real = messages(step, ranks, [*SHORT, *flags.split(), "--max_tokens", tokens(16, step, ranks, flags)])
     for rank in {0, ranks - 1}:
@@ -68,12 +72,12 @@ def test_messages_are_those_of_a_real_run(step, ranks, flags):
         assert found == real[rank], rank
 
 
-@cases
+@cases("chunks, backward in two parts")
 def test_memory_is_that_of_a_real_run(tmp_path, step, ranks, flags):
     """By torch's allocator: what the step adds to weights and averages, within 2 %. gloo's threads let go of what they
     have sent a little late, so of the ranks of a kind the least counts; and up to three runs."""
     flags, kinds = [*SMALL, "--seq_len", "128", *flags.split()], {}
-    for rank in range(ranks):
+    for rank in {0, ranks - 1}:
         count = dry(step, ranks, rank, flags).count
         grown = count.peak.total() - sum(count.snapshots["before the step"].values())
         kinds.setdefault(grown, []).append(rank)
@@ -139,6 +143,53 @@ def test_clear_errors(world, rank, flags, said):
     assert said in str(error.value) and "\n" not in str(error.value)
     with pytest.raises(UserError, match="is no file: give the train.py of a step"):
         dry_run.main(["--world", "1", "step8/train.py"])
+
+
+def draw(seed: int) -> tuple:
+    """A job, a split of it that the steps take, its micro-batches and a stage."""
+    rng = random.Random(seed)
+    while True:
+        heads, experts, dp, pp = rng.choice([4, 8]), rng.choice([0, 0, 4]), rng.choice([1, 2, 4, 8]), rng.choice([1, 2, 4])
+        tp, cp, is_gpu, zero = rng.choice([1, 2, 4]), rng.choice([1, 1, 2]), rng.random() < 0.5, rng.choice([0, 1, 2, 3])
+        shape = Shape(heads * 128, 2048, rng.choice([4, 6, 8, 9]), heads, 4, 4096, rng.random() < 0.3, 128)
+        m, zero = rng.choice([pp, 2 * pp]), zero if dp * cp > 1 else 0
+        split = splits.Split(dp, tp, pp, rng.choice(splits.ENGINES) if pp > 1 else "-", zero, cp,
+                             rng.choice([1, 2]) if experts and dp > 1 else 1, tp > 1 and rng.random() < 0.5)
+        job = splits.Job(shape, 1024, m * dp, 1, "bfloat16" if is_gpu else "float32", dp * pp * tp * cp, 8, 1e12, 1.0,
+                         1.0, 1.0, experts=experts, is_gpu=is_gpu, recompute=rng.random() < 0.3,
+                         gather_once=zero == 3 and rng.random() < 0.5)
+        if not splits.refusal(job, split) and job.ranks > 1:
+            return job, split, m, rng.randrange(pp)
+
+
+def flags_of(job, split, m: int) -> list:
+    flags = ["--model_name", "drawn", "--seq_len", job.seq_len, "--micro_batch_size", 1, "--gradient_accumulation_steps",
+             m, "--dtype", job.dtype, "--device", "cuda" if job.is_gpu else "cpu", "--zero", split.zero]
+    for axis in splits.AXES:
+        flags += [f"--{axis}_size", getattr(split, axis)]
+    flags += ["--num_experts", job.experts, *["--sequence_parallel"] * split.sp, *["--recompute"] * job.recompute]
+    flags += ["--gather_once"] * job.gather_once
+    if split.pp > 1:
+        chunks = ["--virtual_stages", job.virtual_stages] * split.engine.startswith("interleaved")
+        flags += ["--pp_engine", split.engine, *chunks]
+    return flags
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 12))])
+def test_formulas_of_random_splits(seed):
+    """Averages, weights and what is sent; gradients where they are not divided. An uneven shard differs by a number."""
+    job, split, m, stage = draw(seed)
+    found = run_rank(STEPS["16"] / "train.py", [*map(str, flags_of(job, split, m))], job.ranks,
+                     stage * split.cp * split.tp, 8, lambda *_: 0.0, job.is_gpu, {"drawn": job.shape})
+    held, sent = splits.held(job, split, stage, m), dict.fromkeys(splits.AXES, 0)
+    for event in found.count.log:
+        if isinstance(event, Event) and event.kind != "receive" and event.axis in sent and event.num_bytes > LOGGED:
+            sent[event.axis] += event.num_bytes
+    assert found.count.held["optimizer"] == pytest.approx(held["AdamW"], rel=1e-3), (job, split)
+    assert found.count.most["weights"] == pytest.approx(held["weights"], rel=1e-3), (job, split)
+    assert sent == pytest.approx(splits.sent(job, split, stage, m), rel=5e-3), (job, split)
+    if split.zero < 2:
+        assert found.count.most["gradients"] == pytest.approx(held["gradients"], rel=0.1), (job, split)
 
 
 @pytest.mark.slow

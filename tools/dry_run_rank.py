@@ -199,7 +199,8 @@ class Communication:
         handle = Handle(self.count, tensor if is_async else None) if is_async else None
         if self.count.default == "activations" and dist.get_world_size(group) > 1:
             ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-            self.count.log.append(Event(dist.get_rank(), kind, self.axis_of(group), ranks, peer, int(num_bytes), handle))
+            axis = self.axis_of(group)
+            self.count.log.append(Event(dist.get_rank(), kind, axis, ranks, peer, int(num_bytes), handle))
         return handle
 
     def all_reduce(self, tensor, op=None, group=None, async_op=False):

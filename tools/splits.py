@@ -5,10 +5,10 @@ ranks among which these are divided. The formulas, each of a rank with P paramet
 weights, p stages and m micro-batches of B samples, of which a rank has T tokens each:
 
     bytes     weights 4 P, in bfloat16 2 P more for their copies, which an embedding has not; gradients 4 P; AdamW 8 P,
-              and Muon 4 P of the layers' matrices. ZeRO 1 divides the last of these by N, and ZeRO 2 the last two, but for the
-              gradient of the largest parameter. ZeRO 3 keeps 16 P / N, two layers' weights and gradients, and those of
-              the rest: the embedding, the final norm and projection; with --gather_once those of all layers. Of an
-              expert, N is the dp cp / ep ranks with it
+              and Muon 4 P of the layers' matrices. ZeRO 1 divides the last of these by N, and ZeRO 2 the last two, but
+              for the gradient of the largest parameter. ZeRO 3 keeps 16 P / N, two layers' weights and gradients, and
+              those of the rest: the embedding, the final norm and projection; with --gather_once those of all layers.
+              Of an expert, N is the dp cp / ep ranks with it
     alive     chunks of activations, see alive(); a layer's are those of data_sheets.kept_by_layer. Sequence
               parallelism divides what is between the blocks by tp. A token is in as many experts as it chose
     dp        2 (N-1)/N of 4 P bytes: an all-reduce, or the reduce-scatter and all-gather of ZeRO 1; ZeRO 2
