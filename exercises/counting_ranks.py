@@ -91,7 +91,7 @@ def played(step: str, schedule: str, stages: int, microbatches: int, *chunks: in
 
 @functools.cache
 def rank_run(layers: int, hidden: int, width: int, dp: int, tp: int, pp: int, microbatches: int,
-             tokens: int) -> dict[str, int]:
+             tokens: int) -> list[int]:
     """Bytes of the second stage's first rank, by tools/dry_run.py: its weights, and what it sends over dp and pp."""
     from data_sheets import Shape  # before the modules of cluster/
     from dry_run_rank import Event
@@ -103,6 +103,6 @@ def rank_run(layers: int, hidden: int, width: int, dp: int, tp: int, pp: int, mi
     rank = run_rank(STEPS["8"] / "train.py", flags, dp * tp * pp, tp, 8, lambda *_: 0.0, False,
                     {"llama": Shape(hidden, width, layers, 2, 2, 32, False, hidden // 2)})
     events = [each for each in rank.count.log if isinstance(each, Event) and each.kind != "receive"]
-    sent = {axis: sum(each.num_bytes for each in events if each.axis == axis and each.num_bytes > 64)
-            for axis in ("dp", "pp")}
-    return {"weights": rank.count.snapshots["after backward"]["weights"], **sent}
+    sent = [sum(each.num_bytes for each in events if each.axis == axis and each.num_bytes > 8)
+            for axis in ("dp", "pp")]
+    return [rank.count.snapshots["after backward"]["weights"], *sent]
