@@ -156,8 +156,6 @@ class Stand:
         return types.SimpleNamespace(get_last_lr=lambda: [0.0], step=self.end_step if is_first else lambda: None)
 
     def start(self) -> None:
-        self.has_begun = False
-        self.count.snapshot("before the step")
         self.count.restart()
         self.count.default, self.count.phase = "activations", "between"
 
@@ -173,11 +171,8 @@ class Stand:
         if kind not in PHASES:
             yield
             return
-        if not self.has_begun:  # zero_grad() has freed what was left of the step before
-            self.count.snapshot("before the step")
         if kind == "gradient norm":
             self.count.snapshot("after backward")
-        self.has_begun = True
         self.count.begin(kind, microbatch, chunk)
         yield
         self.count.end(self.params)
@@ -252,14 +247,19 @@ def without_devices(count: Count) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_timeline(stand: Stand) -> Iterator[None]:
-    """Inside of the block a backward is a phase also where a step has no timeline (4 and 5)."""
-    backward = torch.autograd.backward
+    """Inside of the block a backward is a phase also where a step has no timeline (4 and 5). zero_grad() begins all."""
+    backward, zero_grad = torch.autograd.backward, torch.nn.Module.zero_grad
+
+    def begin(module: torch.nn.Module, *args, **options) -> None:
+        zero_grad(module, *args, **options)
+        stand.count.snapshot("before the step")
 
     def run_backward(*args, **kwargs):
         with stand.span("backward") if stand.count.phase == "between" else contextlib.nullcontext():
             return backward(*args, **kwargs)
 
-    with mock.patch.object(torch.autograd, "backward", run_backward):
+    with (mock.patch.object(torch.autograd, "backward", run_backward),
+          mock.patch.object(torch.nn.Module, "zero_grad", begin)):
         yield
 
 
