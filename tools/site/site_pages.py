@@ -1,4 +1,4 @@
-"""The pages of the site: one a step, from its chapter and its diff, and one for each other Markdown file and source.
+"""The pages of the site as Markdown that Sphinx reads: links lead to other pages, and a step's page has its diff.
 
 All pages lie in one folder, so that every address is a name. A file of the repository has its place like this:
 
@@ -11,60 +11,124 @@ All pages lie in one folder, so that every address is a name. A file of the repo
 """
 
 import ast
+import html
+import os
 import pathlib
 import re
 import shutil
-from typing import NamedTuple
 
-from site_code import line_html, tokens_by_line
-from site_diff import Drawing, diff_step
-from site_markdown import Document, Heading
-from site_tours import tour_content
-from steps_compare import find_steps, predecessor
-from tours import definitions, find_tours, read_tour
+from site_code import diff_html, file_html
+from site_tours import tour_text
+from steps_compare import compare, find_steps, predecessor
+from tours import definitions, find_tours
 
+GROUPS = {  # of the navigation -> its pages, in order; a pattern takes those that it finds
+    "Course": ("step*/README.md", "playground", "exercises/README.md", "docs/TOUR.md", "docs/WEEK.md", "docs/VIDEOS.md"),
+    "Beyond": ("beyond/README.md", "choose", "beyond/step*/README.md"),
+    "Your machines": ("cluster/README.md", "cluster/*.md", "docs/FLAGS.md", "docs/LAUNCHERS.md", "docs/LARGE_RUNS.md"),
+    "Is your trainer right": ("docs/SAME_NUMBERS.md", "docs/TYPES.md", "docs/DEBUGGING.md", "docs/COMPARING_RUNS.md",
+                              "docs/PROFILING.md"),
+    "Reference": ("docs/TORCH.md", "docs/BENCHMARKS.md", "step*/*.md", "tools/README.md", "CONTRIBUTING.md"),
+}
+READ = ("*.md", "beyond/*.md", "exercises/*.md", "cluster/*.md", "docs/*.md", "tools/*.md", "step*/*.md",
+        "beyond/step*/*.md")  # all Markdown files are pages
+FORMS = {"playground": "Schedule playground", "choose": "How to split"}  # pages that are forms: name -> title
 PICTURES = (".png", ".svg", ".jpg", ".jpeg", ".gif", ".webp")
-EXTERNAL = re.compile(r"[a-zA-Z][a-zA-Z+.-]*:")
+EXTERNAL = re.compile(r"[a-zA-Z][a-zA-Z+.-]*:|#")
+CODE_ANCHOR = re.compile(r"#(file-|[\w.]+\.py-\d)")  # of a diff
+# Code blocks; headings; links and pictures, which may hold one another; code; addresses in HTML.
+PIECES = re.compile(r"^ *(?P<fence>```+|~~~+).*?^ *(?P=fence) *$|^#+ .*?$"
+                    r"|\[(?P<text>(?:`[^`]*`|[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^)\s]+)\)"
+                    r"|(?P<ticks>`+)(?P<code>.+?)(?<!`)(?P=ticks)(?!`)"
+                    r'|\b(?P<attribute>src|href)="(?P<value>[^"]*)"', re.S | re.M)
+EXERCISE = """# {title}
+
+{chapter} · [all exercises](README.md) · `{name}`
+
+{task}
+
+## Begin
+
+```bash
+python exercises/try.py start {name}
+```
+
+writes this into `exercises/mine/{name}.py`, for you to fill in:
+
+```python
+{stub}```
+
+```bash
+python exercises/try.py check {name}
+```
+
+{hints}
+
+<details><summary>The course's own</summary>
+
+[{where}]({address})
+
+```python
+{solution}```
+
+</details>
+"""
+HINT = "<details><summary>Hint {}</summary>\n\n{}\n\n</details>"
 
 
-GROUPS = ("Course", "Beyond", "Your machines", "Reference")  # of the navigation
-ROOMS = {"beyond": "Beyond", "cluster": "Your machines", "docs": "Reference", "tools": "Reference"}
+def raw(text: str) -> str:
+    """HTML as a block of a page."""
+    return f"\n\n``````{{raw}} html\n{text}\n``````\n\n"
 
 
-class Page(NamedTuple):
-    """`label`: in the navigation, under the title `group`; `content`: what its template shows besides."""
-
-    address: str
-    label: str
-    title: str
-    headings: list[Heading]
-    template: str
-    content: dict
-    group: str = GROUPS[0]
+def toctree(names: list[str], caption: str = "") -> str:
+    lines = [f":caption: {caption}"] * bool(caption) + [":hidden:", "", *names]
+    return "\n\n```{toctree}\n" + "\n".join(lines) + "\n```\n" if names else ""
 
 
 class Repository:
-    """What addresses need to know: steps, their diffs, Markdown files; and what else has been linked to."""
+    """Writes the pages of the repository at `root` into `out`, and knows the address of each of its files."""
 
     def __init__(self, root: pathlib.Path, out: pathlib.Path):
         self.root, self.out, self.steps = root, out, find_steps(root)
-        self.diffs = {n: diff_step(predecessor(self.steps, n), folder) for n, folder in self.steps.items()}
-        self.documents = {pathlib.Path("README.md"): "index.html"}
-        self.tours = {path.relative_to(root): f"tour-{name}.html" for name, path in find_tours(root).items()}
-        self.documents |= {folder.relative_to(root) / "README.md": f"step{n}.html" for n, folder in self.steps.items()}
-        self.documents |= self.tours
-        rooms = [page for room in ("beyond", "exercises", "cluster", "docs", "tools", "step9_heterogeneous_pp")
-                 for page in sorted(root.glob(f"{room}/*.md"), key=lambda page: (page.stem != "README", page.name))]
-        for path in filter(pathlib.Path.is_file, [*rooms, root / "CONTRIBUTING.md"]):
+        self.changes = {n: {name: change for name, change in compare(predecessor(self.steps, n), folder).items()
+                            if change.what != "unchanged"} for n, folder in self.steps.items()}
+        self.tours = {path.relative_to(root): name for name, path in find_tours(root).items()}
+        self.documents = {}  # Markdown file -> the page's name
+        numbers = {folder.relative_to(root): n for n, folder in self.steps.items()}
+        for path in [path for pattern in READ for path in sorted(root.glob(pattern))]:
             place = path.relative_to(root)
-            name = place.parent.name if place.stem == "README" else place.stem
-            self.documents.setdefault(place, f"{name.lower()}.html")
-        self.exercises = find_exercises(root)
-        self.sources: dict[pathlib.Path, str] = {}  # files and folders that have been linked to -> address
+            is_chapter = place.stem == "README" and place.parent in numbers
+            name = f"step{numbers[place.parent]}" if is_chapter else (
+                place.parent.name if place.stem == "README" else place.stem).lower()
+            self.documents[place] = f"tour-{self.tours[place]}" if place in self.tours else name or "index"
+        self.exercises = {}
+        if (root / "exercises" / "catalogue.py").is_file():
+            from catalogue import load
+
+            self.exercises = load()
+        self.groups = self.find_groups()
+        self.sources: dict[pathlib.Path, str] = {}  # files and folders that have been linked to -> the page's name
+        self.index: dict[str, dict[str, str]] = {}  # page -> name of a function -> its line there
+
+    def find_groups(self) -> dict[str, list[str]]:
+        """Group -> its pages' names. Raises ValueError for a page that is in none."""
+        found = {group: [] for group in GROUPS}
+        order = lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
+        left = dict(sorted(self.documents.items(), key=lambda item: order(item[0])))
+        for place in [pathlib.Path("README.md"), *(place for place in self.tours if place.parent.name != "docs")]:
+            left.pop(place, None)  # the start page, and tours, which stand below their chapters
+        for group, patterns in GROUPS.items():
+            for pattern in patterns:
+                matched = [place for place in left if place.match(pattern) and len(place.parts) == pattern.count("/") + 1]
+                found[group] += [left.pop(place) for place in matched] or [pattern] * (pattern in FORMS)
+        if left:
+            raise ValueError(f"{next(iter(left))} is in no group of the navigation: add it to GROUPS in site_pages.py")
+        return found
 
     def address(self, target: str, folder: pathlib.Path) -> str:
         """Where a link in a file of `folder` leads on the site. Raises ValueError where there is nothing."""
-        if EXTERNAL.match(target) or target.startswith("#"):
+        if EXTERNAL.match(target):
             return target
         path, mark, anchor = target.partition("#")
         place = (folder / path).resolve()
@@ -73,117 +137,156 @@ class Repository:
         place = place.relative_to(self.root)
         for document in (place, place / "README.md"):
             if document in self.documents:
-                return self.documents[document] + mark + anchor
+                return f"{self.documents[document]}.html{mark}{anchor}"
+        if place.parent == folder.relative_to(self.root) / "chapters" and place.stem in self.exercises:
+            return f"exercise-{place.stem}.html"
         if place.suffix in PICTURES:
             return self.picture(target, folder)
-        number = next((n for n, step in self.steps.items() if step.relative_to(self.root) == place.parent), None)
-        if number and any(diff.name == place.name for diff in self.diffs[number]):
+        number = next((n for n, step in self.steps.items() if step == self.root / place.parent), None)
+        if number and place.name in self.changes[number]:
             line = re.match(r"L(\d+)", anchor)
             return f"step{number}.html#{place.name}-{line[1]}" if line else f"step{number}.html#file-{place.name}"
-        return self.source(place) + mark + anchor.partition("-")[0]
+        name = self.sources.setdefault(place, f"source-{'-'.join(place.parts)}")
+        return f"{name}.html{mark}{anchor.partition('-')[0]}"
+
+    def picture(self, target: str, folder: pathlib.Path) -> str:
+        """Copies a picture beside the pages and returns its name there."""
+        path = (folder / target).resolve()
+        if EXTERNAL.match(target) or not path.is_file():
+            raise ValueError(f"{folder.relative_to(self.root)}: there is no picture {target!r}: mend the link, or keep a "
+                             "copy in assets/")
+        name = "-".join(path.relative_to(self.root).parts)
+        shutil.copyfile(path, self.out / name)
+        return name
+
+    def rewrite(self, text: str, folder: pathlib.Path, name=lambda text: None) -> str:
+        """Markdown of a file in `folder` with the site's addresses. `name(code)`: that of what a code span names."""
+        def renew(match: re.Match) -> str:
+            if match["target"]:
+                is_picture = text[match.start() - 1 : match.start()] == "!"
+                inner = PIECES.sub(renew, match["text"]) if "](" in match["text"] else match["text"]
+                if is_picture:
+                    assert match["text"], f"the picture {match['target']} has no text for those who can't see it"
+                return f"[{inner}]({self.markdown_link(match['target'], folder, is_picture)})"
+            if match["attribute"]:
+                change = self.picture if match["attribute"] == "src" else self.address
+                return f'{match["attribute"]}="{html.escape(change(html.unescape(match["value"]), folder))}"'
+            if match["code"] and (address := name(match["code"])):
+                return f"[{match[0]}](page:{address})"
+            return match[0]
+
+        return PIECES.sub(renew, text)
+
+    def markdown_link(self, target: str, folder: pathlib.Path, is_picture: bool) -> str:
+        """As Sphinx wants it: pages by their file, whose anchors it then checks, code by an address that it leaves."""
+        if is_picture:
+            return self.picture(target, folder)
+        address = self.address(target, folder)
+        page, _, anchor = address.partition(".html")
+        is_page = page in self.documents.values() or page.startswith("exercise-")
+        if EXTERNAL.match(address) or not is_page or CODE_ANCHOR.match(anchor):
+            return address if EXTERNAL.match(address) else f"page:{address}"
+        return f"{page}.md{anchor}"
+
+    def write(self, name: str, text: str) -> None:
+        (self.out / f"{name}.md").write_text(text, encoding="utf-8")
+
+    def write_all(self, films: dict[str, str], forms: dict[str, str]) -> int:
+        """Writes all pages, and returns how many. `films`: tour -> HTML that shows its film; `forms`: page -> HTML."""
+        for place, page in self.documents.items():
+            folder, text = self.root / place.parent, (self.root / place).read_text(encoding="utf-8")
+            number = next((n for n in self.steps if page == f"step{n}"), None)
+            if place in self.tours:
+                text = tour_text(self, place, films.get(self.tours[place], ""))
+            elif number:
+                text = self.step_text(number, text)
+            else:
+                text = self.rewrite(text, folder, self.exercise_address)
+            tours = [self.documents[tour] for tour in self.tours if tour.parent == place.parent != pathlib.Path("docs")]
+            below = tours if place.name == "README.md" else []
+            below += [f"exercise-{name}" for name in self.exercises] if page == "exercises" else []
+            if page == "index":
+                below, text = [], text + "".join(toctree(names, group) for group, names in self.groups.items())
+            self.write(page, text + toctree(below))
+        for name, one in self.exercises.items():
+            self.write(f"exercise-{name}", self.exercise_text(name, one))
+        for name, text in forms.items():
+            self.write(name, f"# {FORMS[name]}" + raw(text))
+        done = set()
+        while todo := self.sources.keys() - done:  # the page of a folder links to further files
+            for place in sorted(todo):
+                self.write(self.sources[place], f"---\norphan: true\nnosearch: true\n---\n\n# {place.as_posix()}"
+                           + self.source_text(self.root / place))
+            done |= todo
+        return len([*self.out.glob("*.md")])
 
     def exercise_address(self, name: str) -> str | None:
         """The address of an exercise's page, None where there is no exercise of this name."""
         return f"exercise-{name}.html" if name in self.exercises else None
 
-    def source(self, place: pathlib.Path) -> str:
-        """The address of a file or folder, which gets a page of its own."""
-        return self.sources.setdefault(place, f"source-{'-'.join(place.parts)}.html")
+    def step_text(self, number: int, chapter: str) -> str:
+        """A chapter, whose words in backticks lead to what they name, and the diff of its step."""
+        folder, changes, defined = self.steps[number], self.changes[number], {}
+        before = predecessor(self.steps, number)
+        drawn = {name: diff_html(before, folder, name, changes[name]) for name in
+                 sorted(changes, key=lambda name: (("new", "changed", "removed").index(changes[name].what), name))}
+        for name in [name for name in drawn if changes[name].what != "removed"]:
+            added = {int(k) for k in re.findall(r'class="new"><a class="no" id="[^"]+-(\d+)"', drawn[name])}
+            for what, (first, last) in definitions((folder / name).read_text(encoding="utf-8")).items():
+                is_new = changes[name].what == "new" or not added.isdisjoint(range(first, last + 1))
+                for word in {what, what.rpartition(".")[2]}:  # a method by its own name, too
+                    defined.setdefault(word, []).append((is_new, f"{name}-{first}"))
 
-    def picture(self, target: str, folder: pathlib.Path) -> str:
-        """Copies a picture to the site and returns its name there."""
-        if EXTERNAL.match(target):
-            raise ValueError(f"{folder.relative_to(self.root)}: the picture {target} lies elsewhere: keep a copy "
-                             "in assets/")
-        path = (folder / target).resolve()
-        if not path.is_file():
-            raise ValueError(f"{folder.relative_to(self.root)}: there is no picture {target!r}: mend the link")
-        name = "-".join(path.relative_to(self.root).parts)
-        shutil.copyfile(path, self.out / name)
-        return name
+        def find(code: str) -> str | None:
+            """The address of what a code span names, if it is one place of the diff. What the step changed counts."""
+            places = defined.get(re.sub(r"\(.*\)$", "", code, flags=re.S), [])
+            places = [place for place in places if place[0]] or places
+            anchor = f"file-{code}" if code in drawn else places[0][1] if len(places) == 1 else None
+            return f"step{number}.html#{anchor}" if anchor else self.exercise_address(code)
 
+        self.index[f"step{number}"] = {word: places[0][1] for word, places in defined.items()
+                                       if len(places) == 1 and places[0][0]}
+        text = self.rewrite(chapter, folder, find) + self.links_below(number)
+        text += "\n\n## The diff to the step before\n\n" + (
+            f"What this step changes in `{before.name}`: old lines are red, new ones green." if before
+            else "All files of the first step are new.")
+        same = [f"[`{path.name}`](page:{self.address(path.name, folder)})" for path in sorted(folder.glob("*.py"))
+                if path.name not in changes]
+        text += f" Unchanged files: {', '.join(same)}." if same else ""
+        for name, diff in drawn.items():
+            text += raw(f'<span id="file-{html.escape(name)}"></span>') + (
+                f"### `{name}`\n\n{changes[name].what.capitalize()}, {changes[name].counts}.") + raw(diff)
+        return text
 
-def find_exercises(root: pathlib.Path) -> dict:
-    """The exercises of the repository at `root` by name; none where it has no such folder."""
-    if not (root / "exercises" / "catalogue.py").is_file():
-        return {}
-    from catalogue import load
+    def links_below(self, number: int) -> str:
+        """What belongs to a step besides: its tours, its exercises."""
+        place = self.steps[number].relative_to(self.root)
+        tours = [f"[A tour of this step's code]({self.documents[tour]}.md)" for tour in self.tours if tour.parent == place]
+        names = [f"[`{name}`](exercise-{name}.md)" for name, one in self.exercises.items() if one.chapter == str(number)]
+        return f"\n\n{'. '.join(tours)}." + f" Exercises: {', '.join(names)}." * bool(names) if tours or names else ""
 
-    return load()
+    def exercise_text(self, name: str, one) -> str:
+        """The task, what the reader starts with, and, folded, hints and the course's solution."""
+        from blanks import find, take_out
+        from catalogue import source_path
 
+        folder, place = self.root / "exercises", find(source_path(one), one.name_in_module)
+        file, chapter = os.path.relpath(place.path, folder), f"[{one.chapter}](../{one.chapter}/README.md)"
+        if one.chapter.isdigit():
+            step = self.steps[int(one.chapter)].relative_to(self.root)
+            chapter = f"[step {one.chapter}](../{step}/README.md)"
+        title, _, task = one.task.partition("\n")
+        return self.rewrite(EXERCISE.format(
+            title=title.rstrip("."), chapter=chapter, name=name, task=task, stub=take_out(place, one.blank),
+            hints="\n\n".join(HINT.format(i, hint) for i, hint in enumerate(one.hints, 1)), solution=place.source(),
+            where=f"{file.removeprefix('../')}, {one.name_in_module}", address=f"{file}#L{place.first}"), folder)
 
-def document_page(repository: Repository, place: pathlib.Path) -> Page:
-    """The page of a Markdown file that is no chapter."""
-    folder, address = (repository.root / place).parent, repository.documents[place]
-    document = Document((repository.root / place).read_text(encoding="utf-8"), repository, folder,
-                        repository.exercise_address)
-    label = "Start" if address == "index.html" else address.removesuffix(".html").capitalize().replace("_", " ")
-    label = f"9: {label.lower()}" if place.parts[0].startswith("step9") else label
-    group = "Reference" if place.name == "CONTRIBUTING.md" else ROOMS.get(place.parts[0], GROUPS[0])
-    return Page(address, label, document.title, document.headings, "document.html", {"body": document.html}, group)
-
-
-def tour_page(repository: Repository, place: pathlib.Path) -> Page:
-    """The page of a tour. Raises ValueError for a scene that has lost its place."""
-    tour = read_tour(repository.root / place)
-    number = next((n for n, folder in repository.steps.items() if folder == tour.path.parent), None)
-    before = predecessor(repository.steps, number) if number else None
-    scenes = tour_content(tour, before, repository.diffs.get(number, []), repository)
-    return Page(repository.tours[place], "", tour.title, [], "tour.html", {"scenes": scenes, "film": "",
-                "name": repository.tours[place].removeprefix("tour-").removesuffix(".html")})
-
-
-def step_page(repository: Repository, number: int) -> Page:
-    """The page of a step: its chapter, whose words in backticks lead to what they name, and its diff."""
-    folder, diffs, defined = repository.steps[number], repository.diffs[number], {}
-    names = {diff.name: diff.added for diff in diffs}
-    for diff in diffs:
-        for what, lines in definitions("\n".join(diff.new)).items():
-            for word in {what, what.rpartition(".")[2]}:  # a method by its own name, too
-                defined.setdefault(word, []).append((diff.name, *lines))
-
-    def find(text: str) -> tuple[str, int] | None:
-        """(file, line) of what a text in backticks names, if the step's diff shows it.
-
-        Of several places, the one that the step changed counts; None if it changed several, such as `forward`.
-        """
-        places = defined.get(re.sub(r"\(.*\)$", "", text), [])
-        places = [place for place in places if not names[place[0]].isdisjoint(range(place[1], place[2] + 1))] or places
-        return places[0][:2] if len(places) == 1 else None
-
-    def name(text: str) -> str | None:
-        place = find(text)
-        address = f"#file-{text}" if text in names else f"#{place[0]}-{place[1]}" if place else None
-        return address or repository.exercise_address(text)
-
-    document = Document((folder / "README.md").read_text(encoding="utf-8"), repository, folder, name)
-    files = [{"name": diff.name, "what": diff.change.what, "counts": diff.change.counts,
-              "html": Drawing(diff).html()} for diff in diffs]
-    before = predecessor(repository.steps, number)
-    unchanged = sorted(path.name for path in folder.glob("*.py") if path.name not in names)
-    headings = [*document.headings, Heading(2, "diff", "The diff"),
-                *(Heading(3, f"file-{file['name']}", file["name"]) for file in files)]
-    place = folder.relative_to(repository.root)
-    content = {"body": document.html, "number": number, "files": files, "before": before and before.name,
-               "unchanged": [(name, repository.source(place / name)) for name in unchanged]}
-    content["exercises"] = [(repository.exercise_address(name), name) for name, one in repository.exercises.items()
-                            if one.chapter == str(number)]
-    content["tours"] = [address for tour, address in repository.tours.items() if tour.parent == place]
-    group = ROOMS.get(place.parts[0], GROUPS[0])
-    return Page(f"step{number}.html", str(number), document.title, headings, "step.html", content, group)
-
-
-def source_page(repository: Repository, place: pathlib.Path) -> Page:
-    """A file with line numbers, or the list of a folder's files with the first line of what each says about itself."""
-    path = repository.root / place
-    if path.is_dir():
-        files = sorted(child for child in path.iterdir() if child.is_file() and child.suffix in (".py", ".sh", ".json"))
-        says = [ast.get_docstring(ast.parse(child.read_text(encoding="utf-8"))) if child.suffix == ".py" else ""
-                for child in files]
-        rows = [(child.name, repository.address(child.name, path), (text or "").partition("\n")[0])
-                for child, text in zip(files, says)]
-        return Page(repository.sources[place], "", f"{place.as_posix()}/", [], "folder.html", {"rows": rows})
-    lines = tokens_by_line(path.read_text(encoding="utf-8"), path.name)
-    text = "".join(f'<code class="new"><a class="no" id="L{k}" href="#L{k}">{k}</a>{line_html(line)}</code>'
-                   for k, line in enumerate(lines, start=1))
-    return Page(repository.sources[place], "", place.as_posix(), [], "source.html", {"body": text})
+    def source_text(self, path: pathlib.Path) -> str:
+        """A file with line numbers, or a table of a folder's files with the first line of what each says of itself."""
+        if not path.is_dir():
+            return raw(file_html(path))
+        rows = []
+        for child in sorted(child for child in path.iterdir() if child.suffix in (".py", ".sh", ".json")):
+            says = ast.get_docstring(ast.parse(child.read_text(encoding="utf-8"))) if child.suffix == ".py" else ""
+            rows.append(f"| [`{child.name}`](page:{self.address(child.name, path)}) | {(says or '').partition(chr(10))[0]} |")
+        return "\n\n" + "\n".join(["| file | what it does |", "| --- | --- |", *rows])
