@@ -43,7 +43,8 @@ def build(root: pathlib.Path, out: pathlib.Path, films=()) -> int:
         drawn = {name: make_film(repository, place, out).name for place, name in repository.tours.items() if name in films}
         pages = repository.write_all(drawn, write_forms())
         options = ["-q", "-W", "--keep-going", "-j", str(os.cpu_count()), "-c", str(ROOT / "tools" / "site")]
-        if build_main([*options, "-b", "html", "-d", f"{scratch}/doctrees", str(staged), str(out)]):
+        options += ["-D", f"html_search_scorer={staged}/scorer.js", "-d", f"{scratch}/doctrees"]
+        if build_main([*options, "-b", "html", str(staged), str(out)]):
             raise ValueError("Sphinx refuses what it names above: mend it")
     return pages
 

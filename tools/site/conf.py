@@ -1,33 +1,41 @@
 """Sphinx's settings for the site: Furo shows what MyST reads. make_site.py writes the pages and runs Sphinx."""
 
+import json
 import pathlib
 
+from docutils import nodes
 from latex2mathml.converter import convert
+from sphinx import addnodes
 
 HERE = pathlib.Path(__file__).resolve().parent
-project = "Distributed training, step by step"
-html_title = project
+project = html_title = "Distributed training, step by step"
 extensions = ["myst_parser", "sphinx_copybutton"]
 html_theme = "furo"
-html_theme_options = {"source_repository": None}
 html_static_path = [str(path) for path in sorted(HERE.iterdir()) if path.suffix in (".js", ".css")]
 html_css_files = ["site.css"]
-html_copy_source = html_show_sphinx = html_use_index = html_show_search_summary = False
+html_copy_source = html_show_sphinx = html_show_copyright = html_use_index = html_show_search_summary = False
 html_math_renderer = "mathml"
+highlight_language = "none"  # of a block that names none
 myst_enable_extensions = ["dollarmath"]
-myst_heading_anchors = 4
+myst_heading_anchors = 4  # GitHub's
 myst_url_schemes = {"http": None, "https": None, "mailto": None, "page": "{{path}}#{{fragment}}"}
-copybutton_prompt_text = "$ "
+
+
+def show_formula(display: str):
+    def visit(self, node):
+        self.body.append(convert(node.astext(), display=display))
+        raise nodes.SkipNode
+
+    return visit, None
+
+
+def prepare(app, doctree):
+    """The page's words go into the index, in which the search looks first."""
+    words = json.loads((pathlib.Path(app.srcdir) / "words.json").read_text(encoding="utf-8"))
+    entries = [("single", word, anchor, "main", None) for word, anchor in words.get(app.env.docname, {}).items()]
+    doctree.append(addnodes.index(entries=entries))
 
 
 def setup(app):
-    """Formulas become MathML, which browsers show by themselves."""
-    def show(display):
-        def visit(self, node):
-            self.body.append(convert(node.astext(), display=display))
-            raise docutils.nodes.SkipNode
-        return visit
-
-    import docutils.nodes
-
-    app.add_html_math_renderer("mathml", (show("inline"), None), (show("block"), None))
+    app.add_html_math_renderer("mathml", show_formula("inline"), show_formula("block"))
+    app.connect("doctree-read", prepare)

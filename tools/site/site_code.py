@@ -47,8 +47,8 @@ def box(lines, label: str, anchor: str = "") -> str:
 def line(text: str, number: int | None, kind: str = "", anchor: str = "") -> str:
     """A line with its number, to which `anchor` leads."""
     anchor = html.escape(anchor)
-    shown = f'<a class="no" id="{anchor}" href="#{anchor}">{number}</a>' if anchor else (
-        f'<span class="no">{number or ""}</span>')
+    shown = f'<a class="ln" id="{anchor}" href="#{anchor}">{number}</a>' if anchor else (
+        f'<span class="ln">{number or ""}</span>')
     return f'<code class="{kind}">{shown}{text or " "}</code>'
 
 

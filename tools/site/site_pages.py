@@ -12,16 +12,19 @@ All pages lie in one folder, so that every address is a name. A file of the repo
 
 import ast
 import html
+import json
 import os
 import pathlib
 import re
 import shutil
+from collections import Counter
 
 from site_code import diff_html, file_html
 from site_tours import tour_text
 from steps_compare import compare, find_steps, predecessor
 from tours import definitions, find_tours
 
+HERE = pathlib.Path(__file__).resolve().parent
 GROUPS = {  # of the navigation -> its pages, in order; a pattern takes those that it finds
     "Course": ("step*/README.md", "playground", "exercises/README.md", "docs/TOUR.md", "docs/WEEK.md", "docs/VIDEOS.md"),
     "Beyond": ("beyond/README.md", "choose", "beyond/step*/README.md"),
@@ -35,6 +38,7 @@ READ = ("*.md", "beyond/*.md", "exercises/*.md", "cluster/*.md", "docs/*.md", "t
 FORMS = {"playground": "Schedule playground", "choose": "How to split"}  # pages that are forms: name -> title
 PICTURES = (".png", ".svg", ".jpg", ".jpeg", ".gif", ".webp")
 EXTERNAL = re.compile(r"[a-zA-Z][a-zA-Z+.-]*:|#")
+RAW = re.compile(r"^``````\{raw\}.*?^``````$", re.S | re.M)  # see raw()
 CODE_ANCHOR = re.compile(r"#(file-|[\w.]+\.py-\d)")  # of a diff
 # Code blocks; headings; links and pictures, which may hold one another; code; addresses in HTML.
 PIECES = re.compile(r"^ *(?P<fence>```+|~~~+).*?^ *(?P=fence) *$|^#+ .*?$"
@@ -191,6 +195,22 @@ class Repository:
     def write(self, name: str, text: str) -> None:
         (self.out / f"{name}.md").write_text(text, encoding="utf-8")
 
+    def write_words(self) -> None:
+        """What the search needs: words that lead to a page, and how often the pages use theirs."""
+        for line in (HERE / "words.txt").read_text(encoding="utf-8").splitlines():
+            place, _, words = line.partition(": ")
+            page, _, anchor = place.partition("#")
+            if (self.out / f"{page}.md").is_file():
+                self.index.setdefault(page, {}).update(dict.fromkeys(words.split(", "), anchor))
+        for page in {f"step{one.chapter}" for one in self.exercises.values()} & {*self.index}:
+            self.index[page] |= dict.fromkeys((f"exercise {page[4:]}", f"exercises of step {page[4:]}"), "write-it-yourself")
+        counts = {path.stem: Counter(re.findall(r"\w+", RAW.sub("", path.read_text(encoding="utf-8")).lower()))
+                  for path in self.out.glob("*.md") if not path.name.startswith("source-")}
+        often = {page: {word: n for word, n in words.items() if n > 1} for page, words in counts.items()}
+        (self.out / "words.json").write_text(json.dumps(self.index), encoding="utf-8")
+        scorer = f"const COUNTS = {json.dumps(often)};\n{(HERE / 'search.js').read_text(encoding='utf-8')}"
+        (self.out / "scorer.js").write_text(scorer, encoding="utf-8")
+
     def write_all(self, films: dict[str, str], forms: dict[str, str]) -> int:
         """Writes all pages, and returns how many. `films`: tour -> HTML that shows its film; `forms`: page -> HTML."""
         for place, page in self.documents.items():
@@ -218,6 +238,7 @@ class Repository:
                 self.write(self.sources[place], f"---\norphan: true\nnosearch: true\n---\n\n# {place.as_posix()}"
                            + self.source_text(self.root / place))
             done |= todo
+        self.write_words()
         return len([*self.out.glob("*.md")])
 
     def exercise_address(self, name: str) -> str | None:
@@ -231,7 +252,7 @@ class Repository:
         drawn = {name: diff_html(before, folder, name, changes[name]) for name in
                  sorted(changes, key=lambda name: (("new", "changed", "removed").index(changes[name].what), name))}
         for name in [name for name in drawn if changes[name].what != "removed"]:
-            added = {int(k) for k in re.findall(r'class="new"><a class="no" id="[^"]+-(\d+)"', drawn[name])}
+            added = {int(k) for k in re.findall(r'class="new"><a class="ln" id="[^"]+-(\d+)"', drawn[name])}
             for what, (first, last) in definitions((folder / name).read_text(encoding="utf-8")).items():
                 is_new = changes[name].what == "new" or not added.isdisjoint(range(first, last + 1))
                 for word in {what, what.rpartition(".")[2]}:  # a method by its own name, too
@@ -246,8 +267,7 @@ class Repository:
 
         self.index[f"step{number}"] = {word: places[0][1] for word, places in defined.items()
                                        if len(places) == 1 and places[0][0]}
-        text = self.rewrite(chapter, folder, find) + self.links_below(number)
-        text += "\n\n## The diff to the step before\n\n" + (
+        text = self.rewrite(chapter, folder, find) + "\n\n## The diff to the step before\n\n" + (
             f"What this step changes in `{before.name}`: old lines are red, new ones green." if before
             else "All files of the first step are new.")
         same = [f"[`{path.name}`](page:{self.address(path.name, folder)})" for path in sorted(folder.glob("*.py"))
@@ -257,13 +277,6 @@ class Repository:
             text += raw(f'<span id="file-{html.escape(name)}"></span>') + (
                 f"### `{name}`\n\n{changes[name].what.capitalize()}, {changes[name].counts}.") + raw(diff)
         return text
-
-    def links_below(self, number: int) -> str:
-        """What belongs to a step besides: its tours, its exercises."""
-        place = self.steps[number].relative_to(self.root)
-        tours = [f"[A tour of this step's code]({self.documents[tour]}.md)" for tour in self.tours if tour.parent == place]
-        names = [f"[`{name}`](exercise-{name}.md)" for name, one in self.exercises.items() if one.chapter == str(number)]
-        return f"\n\n{'. '.join(tours)}." + f" Exercises: {', '.join(names)}." * bool(names) if tours or names else ""
 
     def exercise_text(self, name: str, one) -> str:
         """The task, what the reader starts with, and, folded, hints and the course's solution."""

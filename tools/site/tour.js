@@ -12,7 +12,7 @@
     current = Math.max(0, Math.min(scenes.length - 1, k));
     scenes.forEach((scene, i) => (scene.hidden = i !== current));
     const lit = scenes[current].querySelector(".lit");
-    if (lit) lit.scrollIntoView({ block: "nearest" });
+    if (lit) lit.closest(".shown").scrollTop += lit.getBoundingClientRect().top - lit.closest(".shown").getBoundingClientRect().top - 60;
     history.replaceState(null, "", `#scene-${current + 1}`);
   }
 
