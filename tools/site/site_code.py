@@ -67,12 +67,9 @@ def differences(old: str, new: str) -> tuple[list[tuple[int, int]], list[tuple[i
     """The characters in which two lines differ, word by word; nothing where the lines have little in common."""
     words = [WORD.findall(text) for text in (old, new)]
     matcher = difflib.SequenceMatcher(None, *words, autojunk=False)
-    if matcher.ratio() < 0.5:
-        return [], []
     ends = [[0, *itertools.accumulate(map(len, text))] for text in words]
-    codes = [code for code in matcher.get_opcodes() if code[0] != "equal"]
-    return ([(ends[0][i], ends[0][j]) for _, i, j, _, _ in codes if j > i],
-            [(ends[1][i], ends[1][j]) for _, _, _, i, j in codes if j > i])
+    codes = [code for code in matcher.get_opcodes() if code[0] != "equal"] if matcher.ratio() >= 0.5 else []
+    return ([(ends[0][i], ends[0][j]) for _, i, j, _, _ in codes], [(ends[1][i], ends[1][j]) for *_, i, j in codes])
 
 
 def diff_html(before: pathlib.Path | None, after: pathlib.Path, name: str, change: Change, anchors: bool = True) -> str:

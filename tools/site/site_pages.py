@@ -12,7 +12,9 @@ All pages lie in one folder, so that every address is a name. A file of the repo
 
 import ast
 import html
+import itertools
 import json
+import math
 import os
 import pathlib
 import re
@@ -204,11 +206,16 @@ class Repository:
                 self.index.setdefault(page, {}).update(dict.fromkeys(words.split(", "), anchor))
         for page in {f"step{one.chapter}" for one in self.exercises.values()} & {*self.index}:
             self.index[page] |= dict.fromkeys((f"exercise {page[4:]}", f"exercises of step {page[4:]}"), "write-it-yourself")
-        counts = {path.stem: Counter(re.findall(r"\w+", RAW.sub("", path.read_text(encoding="utf-8")).lower()))
+        for name in self.exercises:
+            self.index[f"exercise-{name}"] = {name: ""}
+        counts = {path.stem: Counter(re.findall(r"[a-z_]\w{2,}", RAW.sub("", path.read_text(encoding="utf-8")).lower()))
                   for path in self.out.glob("*.md") if not path.name.startswith("source-")}
-        often = {page: {word: n for word, n in words.items() if n > 1} for page, words in counts.items()}
+        pages = Counter(itertools.chain(*counts.values()))  # word -> how many pages have it
+        weights = {page: {word: weight for word, n in words.items()
+                          if (weight := round(20 * math.log(len(counts) / pages[word]) * n / (n + 3)))}
+                   for page, words in counts.items()}
         (self.out / "words.json").write_text(json.dumps(self.index), encoding="utf-8")
-        scorer = f"const COUNTS = {json.dumps(often)};\n{(HERE / 'search.js').read_text(encoding='utf-8')}"
+        scorer = f"const WEIGHTS = {json.dumps(weights)};\n{(HERE / 'search.js').read_text(encoding='utf-8')}"
         (self.out / "scorer.js").write_text(scorer, encoding="utf-8")
 
     def write_all(self, films: dict[str, str], forms: dict[str, str]) -> int:

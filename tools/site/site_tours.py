@@ -1,14 +1,11 @@
 """The tours as pages and as silent films: a scene is a section with its lines of code beside its words.
 
-tour.js plays a page's scenes one at a time. Without JavaScript, and in print, all of them stand below each other. Of a
-film, Chromium draws the scenes, ffmpeg cuts and joins them. step4.mp4 stands beside tour-4.html, which shows it; its
-captions are the words of the scenes, at reading speed. tools/tours.py says what a scene is.
+Of a film, Chromium draws the scenes, ffmpeg cuts and joins them: each stays as long as it takes to read its words.
+step4.mp4 stands beside tour-4.html, which shows it. tools/tours.py says what a scene is.
 """
 
-import base64
 import html
 import pathlib
-import re
 import shutil
 import subprocess
 import tempfile
@@ -18,32 +15,26 @@ from markupsafe import Markup
 from pygments.formatters import HtmlFormatter
 from site_code import scene_html
 from steps_compare import predecessor
-from tours import Scene, Tour, file_stem, read_tour
+from tours import Tour, file_stem, read_tour
 
 HERE = pathlib.Path(__file__).resolve().parent
 WIDTH, HEIGHT, FRAMES_PER_SECOND = 1920, 1080, 5
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-PAGE = """# {title}
+SCENE = """
 
-{film}<p>{count} scenes. <span id="keys" hidden>← and → turn to the scene before and the next one; the space bar plays them
-at reading speed. <button id="play" type="button">Play</button></span></p>
+## {number}. {title}
 
-<div id="tour">
+<span id="scene-{number}"></span>
 
-{scenes}
-
-</div><script src="_static/tour.js"></script>
-"""
-SCENE = """<section class="scene" id="scene-{number}" data-seconds="{seconds:.1f}"><div class="shown">{code}</div>\
-<div class="told"><h2>{number}. {title}</h2>
+<div class="scene"><div class="shown">{code}</div><div class="told">
 
 {words}
 
-</div></section>"""
-FILM = """<details><summary>As a film, without sound</summary><video src="{film}" controls preload="metadata" \
-aria-label="{title}"><track default kind="captions" srclang="en" label="English" src="{captions}"></video></details>
+</div></div>"""
+FILM = """
 
-"""
+<details><summary>As a film, without sound</summary><video src="{film}" controls preload="metadata"
+aria-label="{title}"></video></details>"""
 
 
 def draw_scenes(repository, place: pathlib.Path) -> tuple[Tour, list[str]]:
@@ -57,14 +48,13 @@ def draw_scenes(repository, place: pathlib.Path) -> tuple[Tour, list[str]]:
 def tour_text(repository, place: pathlib.Path, film: str) -> str:
     """The page of a tour. `film`: the name of its film, if there is one."""
     tour, codes = draw_scenes(repository, place)
-    shown = FILM.format(film=film, title=html.escape(tour.title), captions=captions(tour.scenes)) if film else ""
-    scenes = []
+    text = f"# {tour.title}" + (FILM.format(film=film, title=html.escape(tour.title)) if film else "")
     for number, (scene, code) in enumerate(zip(tour.scenes, codes), 1):
         words = scene.words + f"\n\n```bash\n{scene.command}\n```" * bool(scene.command)
         words += f"\n\nLook for `{scene.expected}`." * bool(scene.expected)
-        scenes.append(SCENE.format(number=number, title=html.escape(scene.title), seconds=scene.seconds,
-                                   code=code.replace("\n", " "), words=repository.rewrite(words, tour.path.parent)))
-    return PAGE.format(title=tour.title, film=shown, count=len(scenes), scenes="\n\n".join(scenes))
+        text += SCENE.format(number=number, title=scene.title, code=code.replace("\n", " "),
+                             words=repository.rewrite(words, tour.path.parent))
+    return text
 
 
 def find_programs() -> tuple[str, str]:
@@ -80,26 +70,6 @@ def run(*command) -> None:
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise ValueError(f"{pathlib.Path(command[0]).name} failed: {done.stderr.strip()[-500:]}")
-
-
-def captions(scenes: list[Scene]) -> str:
-    """WebVTT: each sentence of a scene for as long as it takes to read, the last one until the scene ends.
-
-    As an address of its own: a page that is opened from a file may not load another file's track.
-    """
-    def clock(seconds: float) -> str:
-        return f"{int(seconds) // 60:02}:{seconds % 60:06.3f}"
-
-    lines, start = ["WEBVTT\n"], 0.0
-    for scene in scenes:
-        end, now = start + scene.seconds, start
-        sentences = re.split(r"(?<=[.:?!])\s+", re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", scene.words))
-        for k, sentence in enumerate(sentences):
-            until = end if k == len(sentences) - 1 else now + len(sentence.split()) * 60 / 160
-            lines.append(f"{clock(now)} --> {clock(until)}\n{sentence}\n")
-            now = until
-        start = end
-    return "data:text/vtt;base64," + base64.b64encode("\n".join(lines).encode()).decode()
 
 
 def make_film(repository, place: pathlib.Path, out: pathlib.Path) -> pathlib.Path:
