@@ -17,6 +17,7 @@ html_copy_source = html_show_sphinx = html_show_copyright = html_use_index = htm
 html_math_renderer = "mathml"
 highlight_language = "none"  # of a block that names none
 myst_enable_extensions = ["dollarmath"]
+myst_fence_as_directive = {"math"}  # as GitHub
 myst_heading_anchors = 4  # GitHub's
 myst_url_schemes = {"http": None, "https": None, "mailto": None, "page": "{{path}}#{{fragment}}"}
 
