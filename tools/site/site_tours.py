@@ -6,6 +6,7 @@ step4.mp4 stands beside tour-4.html, which shows it. tools/tours.py says what a 
 
 import html
 import pathlib
+import re
 import shutil
 import subprocess
 import tempfile
@@ -82,7 +83,8 @@ def make_film(repository, place: pathlib.Path, out: pathlib.Path) -> pathlib.Pat
         folder = pathlib.Path(scratch)
         page, picture = folder / "film.html", folder / "film.png"
         style = Markup((HERE / "site.css").read_text(encoding="utf-8") + HtmlFormatter().get_style_defs(".highlight"))
-        page.write_text(template.render(tour=tour, codes=codes, style=style), encoding="utf-8")
+        words = [re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", scene.words) for scene in tour.scenes]
+        page.write_text(template.render(tour=tour, codes=codes, words=words, style=style), encoding="utf-8")
         run(browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
             "--force-device-scale-factor=1", f"--user-data-dir={folder / 'profile'}",
             f"--window-size={WIDTH},{HEIGHT * len(codes)}", f"--screenshot={picture}", page.as_uri())
