@@ -31,7 +31,10 @@ def show_formula(display: str):
 
 
 def prepare(app, doctree):
-    """The page's words go into the index, in which the search looks first."""
+    """Sections get GitHub's anchors; the page's words go into the index, in which the search looks first."""
+    for section in doctree.findall(nodes.section):
+        if (slug := section.get("slug")) and slug not in section["ids"]:  # MyST 5 does it
+            section["ids"].append(slug)
     words = json.loads((pathlib.Path(app.srcdir) / "words.json").read_text(encoding="utf-8"))
     entries = [("single", word, anchor, "main", None) for word, anchor in words.get(app.env.docname, {}).items()]
     doctree.append(addnodes.index(entries=entries))

@@ -88,7 +88,7 @@ def raw(text: str) -> str:
 
 
 def toctree(names: list[str], caption: str = "") -> str:
-    lines = [f":caption: {caption}"] * bool(caption) + [":hidden:", "", *names]
+    lines = [f":caption: {caption}"] * bool(caption) + [":hidden:", ":titlesonly:", "", *names]
     return "\n\n```{toctree}\n" + "\n".join(lines) + "\n```\n" if names else ""
 
 
