@@ -21,12 +21,13 @@ MARKER = ".site"  # a folder that holds it was written by build(), and may be re
 def build(root: pathlib.Path, out: pathlib.Path, films=()) -> int:
     """Builds the site of the repository at `root` in the folder `out`; returns how many pages it has.
 
-    `films`: the tours to draw as films, as find_tours() names them. Raises ValueError for a link or a picture that leads
-    to nothing, and rather than replace what it has not written.
+    `films`: the tours to draw as films, as find_tours() names them. Raises ValueError for a link or a picture that
+    leads to nothing, and rather than replace what it has not written.
     """
     sys.path += [str(ROOT / "tools" / "site"), str(ROOT / "exercises")]
     from site_forms import write_forms
-    from site_pages import Repository
+    from site_links import Repository
+    from site_pages import write_pages
     from site_tours import make_film
     from sphinx.cmd.build import build_main
 
@@ -40,8 +41,9 @@ def build(root: pathlib.Path, out: pathlib.Path, films=()) -> int:
         staged = pathlib.Path(scratch) / "pages"
         staged.mkdir()
         repository = Repository(root, staged)
-        drawn = {name: make_film(repository, place, out).name for place, name in repository.tours.items() if name in films}
-        pages = repository.write_all(drawn, write_forms())
+        drawn = {name: make_film(repository, place, out).name
+                 for place, name in repository.tours.items() if name in films}
+        pages = write_pages(repository, drawn, write_forms())
         options = ["-q", "-W", "--keep-going", "-j", str(os.cpu_count()), "-c", str(ROOT / "tools" / "site")]
         options += ["-D", f"html_search_scorer={staged}/scorer.js", "-d", f"{scratch}/doctrees"]
         if build_main([*options, "-b", "html", str(staged), str(out)]):

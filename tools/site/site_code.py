@@ -77,7 +77,8 @@ def diff_html(before: pathlib.Path | None, after: pathlib.Path, name: str, chang
     old, new = (folder / name for folder in (before or after, after))
     if change.what != "changed":
         path, kind = (new, "") if change.what == "new" else (old, "old")
-        rows = [line(text, k, kind, f"{name}-{k}" * (anchors and not kind)) for k, text in enumerate(file_lines(path), 1)]
+        rows = [line(text, k, kind, f"{name}-{k}" * (anchors and not kind))
+                for k, text in enumerate(file_lines(path), 1)]
         return box(rows if not kind else [fold(f"{len(rows)} lines that this step removes", rows)], name)
     texts = [path.read_text(encoding="utf-8").splitlines() for path in (old, new)]
     drawn = [file_lines(path) for path in (old, new)]

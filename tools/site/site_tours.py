@@ -43,7 +43,8 @@ def draw_scenes(repository, place: pathlib.Path) -> tuple[Tour, list[str]]:
     tour = read_tour(repository.root / place)
     number = next((n for n, folder in repository.steps.items() if folder == tour.path.parent), None)
     before = predecessor(repository.steps, number) if number else None
-    return tour, [scene_html(scene, tour.path.parent, before, repository.changes.get(number, {})) for scene in tour.scenes]
+    changes = repository.changes.get(number, {})
+    return tour, [scene_html(scene, tour.path.parent, before, changes) for scene in tour.scenes]
 
 
 def tour_text(repository, place: pathlib.Path, film: str) -> str:
