@@ -71,6 +71,13 @@ def test_every_link_leads_somewhere_and_nothing_is_loaded_from_elsewhere(site, p
             assert address[0] == "#" or (site / address.split("?")[0]).is_file(), (name, address)
 
 
+def test_words_of_the_search_lead_to_places_that_are_there(pages):
+    for line in (ROOT / "tools/site/words.txt").read_text().splitlines():
+        page, _, anchor = line.partition(": ")[0].partition("#")
+        assert not anchor or anchor in pages[f"{page}.html"].ids, line
+        assert f"{page}.html" in pages, line
+
+
 def test_pages_can_be_read_by_everybody(pages):
     for name, page in pages.items():
         assert page.lang == "en" and all(page.alts) and (name == "search.html" or page.headings == ["h1"]), name
