@@ -23,12 +23,12 @@ GROUPS = {  # of the navigation -> its pages, in order; a pattern takes those th
                "docs/VIDEOS.md"),
     "Beyond": ("beyond/README.md", "choose", "beyond/step*/README.md"),
     "Your machines": ("cluster/README.md", "cluster/*.md", "docs/FLAGS.md", "docs/LAUNCHERS.md", "docs/LARGE_RUNS.md"),
-    "Is your trainer right": ("docs/SAME_NUMBERS.md", "docs/TYPES.md", "docs/DEBUGGING.md", "docs/COMPARING_RUNS.md",
-                              "docs/PROFILING.md"),
+    "Is your trainer right": ("docs/SAME_NUMBERS.md", "same_numbers/*.md", "docs/TYPES.md", "docs/DEBUGGING.md",
+                              "docs/COMPARING_RUNS.md", "docs/PROFILING.md"),
     "Reference": ("docs/TORCH.md", "docs/BENCHMARKS.md", "step*/*.md", "tools/README.md", "CONTRIBUTING.md"),
 }
 FORMS = {"playground": "Schedule playground", "choose": "How to split"}  # pages that are forms: name -> title
-FOLDERS = ("", "beyond/", "exercises/", "cluster/", "docs/", "tools/", "step*/", "beyond/step*/")  # of Markdown files
+FOLDERS = ("", "[a-z]*/", "beyond/step*/")  # all Markdown files in them are pages
 PICTURES = (".png", ".svg", ".jpg", ".jpeg", ".gif", ".webp")
 EXTERNAL = re.compile(r"[a-zA-Z][a-zA-Z+.-]*:|#")
 CODE_ANCHOR = re.compile(r"#(file-|[\w.]+\.py-\d)")  # of a diff
@@ -52,7 +52,9 @@ class Repository:
         self.documents |= {place: f"tour-{name}" for place, name in self.tours.items()}
         for path in [path for folder in FOLDERS for path in sorted(root.glob(f"{folder}*.md"))]:
             name = path.parent.name if path.stem == "README" else path.stem
-            self.documents.setdefault(path.relative_to(root), name.lower())
+            if (place := path.relative_to(root)) not in self.documents:
+                is_taken = name.lower() in self.documents.values()
+                self.documents[place] = "-".join(place.with_suffix("").parts if is_taken else [name]).lower()
         self.exercises = {}
         if (root / "exercises" / "catalogue.py").is_file():
             from catalogue import load
