@@ -1,208 +1,203 @@
-"""What types find of the museum's faults and of the published ones, in one process: see typed_rank.py."""
+"""What types for collectives find, before a run: in one process, rank 0 of as many as you like (typed_rank.py).
+
+    python tools/find_by_types.py                         # the museum's faults and the published ones, in seconds
+    python tools/find_by_types.py f double                # some of them, with the whole refusal
+    python tools/find_by_types.py --right                 # our steps as they are, on grids of up to 1,024 ranks
+    python tools/find_by_types.py --table                 # beside the numbers and the loss of step 100: half an hour
+
+A step's train.py runs one optimizer step, up to the optimizer, and so does a trainer of same_numbers. Neither knows of
+types: what is annotated stands here, in annotate_step() and check_trainer(). docs/TYPES.md explains it.
+"""
 
 import argparse
+import contextlib
+import functools
+import pathlib
+import re
 import sys
 import time
+from collections.abc import Callable
+from unittest import mock
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import same_numbers
 from break_beyond import FAULTS
-from break_flags import sizes
-from find_faults import Case, case_of, source
-from step_modules import train
-from typed_rank import I, P, R, TypedRank, TypeRefused, V, spmd
+from break_faults import Fault
+from break_flags import sizes, without
+from find_faults import Case, case_of, find, source
+from launch import ROOT
+from same_numbers import trainers_base, trainers_data, trainers_model
+from step_modules import StepModules, train
+from thread_ranks import Violation
+from typed_rank import I, P, R, TypedRank, TypeRefused, V, set_types, spmd
+
+GRIDS = (  # a step, its ranks and flags
+    ("4", 2, "--tp_size 2"), ("4", 8, "--tp_size 8"),
+    *[(step, ranks, f"--dp_size {ranks // 2 // tp} --pp_size 2 --tp_size {tp} {sequence_parallel}")
+      for step, choices in (("8", [""]), ("14", ["", "--sequence_parallel"])) for sequence_parallel in choices
+      for ranks, tp in ((8, 2), (1024, 2), (1024, 8))],
+    *[("15", ranks, f"--dp_size {ranks // 2 // tp} --cp_size 2 --tp_size {tp} {sequence_parallel}")
+      for sequence_parallel in ("", "--sequence_parallel") for ranks, tp in ((8, 2), (1024, 8))],
+    *[("16", ranks, f"--dp_size {ranks // tp} --ep_size {ep} --tp_size {tp} {sequence_parallel} --num_experts 8")
+      for sequence_parallel in ("", "--sequence_parallel")
+      for ranks, tp, ep in ((8, 2, 2), (8, 1, 8), (1024, 2, 8), (1024, 8, 2), (1024, 8, 8))
+      if tp > 1 or not sequence_parallel],
+)
+NOT_TYPED = {"pp": "torch.distributed.pipelining sends objects", "ddp": "DDP's hooks are C++"}  # of the trainers
 
 
 class Done(Exception):
-    """An optimizer step is through."""
+    """An optimizer step is through, up to the optimizer."""
 
 
-class Ranks:
+class OneRank:
     """In place of a World: runs rank 0 alone, under types."""
 
-    def __init__(self, axes):
-        self.axes = axes
+    def __init__(self, axes: dict[str, int]):
+        self.rank = TypedRank(axes)
 
-    def run(self, program, timeout=None):
-        with TypedRank(self.axes) as self.rank:
+    def run(self, program: Callable[[int], object], timeout: float) -> None:
+        with self.rank:
             program(0)
 
 
+def refusal(rank: TypedRank, program: Callable[[], object]) -> str:
+    """What is refused, "" where nothing is."""
+    try:
+        program()
+    except TypeRefused as error:
+        return rank.named(str(error))
+    except Done:
+        return ""
+    raise AssertionError("the program has ended before its optimizer")
+
+
 def check_step(case: Case) -> str:
-    """Runs an optimizer step of a step's train.py. Returns what is refused."""
-    flags = sizes(case.flags)
-    axes = {"dp": flags.dp_size // flags.ep_size, "ep": flags.ep_size, "pp": flags.pp_size, "cp": flags.cp_size,
-            "tp": flags.tp_size}
-    world = Ranks(axes)
-    tokens = 16 * flags.dp_size * flags.gradient_accumulation_steps
+    """Runs rank 0 of a step's train.py up to its first optimizer step. Returns what is refused."""
+    found, rank_of = sizes(case.flags), {}
+    micro_batches = max(2, found.pp_size)
+    length = 32 if found.cp_size * found.tp_size > 8 else 16
+    flags = (*case.flags, "--seq_len", str(length), "--num_key_value_heads", str(max(found.tp_size, 4)),
+             "--num_hidden_layers", str(found.pp_size), "--gradient_accumulation_steps", str(micro_batches), "--max_tokens",
+             str(micro_batches * length * found.dp_size))
+    world = OneRank({"dp": found.dp_size // found.ep_size, "ep": found.ep_size, "pp": found.pp_size,
+                     "cp": found.cp_size, "tp": found.tp_size})
 
-    def prepare(modules, _):
-        annotate_step(modules, world.rank, flags)
-
-    def done(*_):
+    def before_optimizer(*_) -> None:
         world.rank.check_gradients()
         raise Done
 
-    hook = register_optimizer_step_pre_hook(done)
+    hook = register_optimizer_step_pre_hook(before_optimizer)
     try:
-        train(source(case), case.size, (*without_tokens(case.flags), "--max_tokens", str(tokens)), prepare, world)
-    except TypeRefused as refusal:
-        if "TB" in __import__("os").environ: raise
-        return str(refusal)
-    except Done:
-        return ""
+        return refusal(world.rank, lambda: train(
+            source(case), case.size, flags, lambda modules, _: annotate_step(modules, world.rank, found), world))
     finally:
         hook.remove()
 
 
-def without_tokens(flags):
-    from break_flags import without
-    return without(flags, ("--max_tokens",))
+def annotate_step(modules: StepModules, rank: TypedRank, flags: argparse.Namespace) -> None:
+    """The types of a step's samples, weights and messages, and which of its functions are collectives."""
+    for module in (getattr(modules, name, None) for name in ("tensor_parallel", "sequence_parallel")):
+        for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+            if hasattr(module, kind):
+                rank.replace(module, kind, lambda: modules.process_group_manager.process_group_manager.tp_group)
+    loader, clip, train_step = (modules.dataloader.MicroBatchDataLoader, modules.train.clip_grad_norm,
+                                modules.train.train_step)
 
-
-def annotate_step(modules, rank: TypedRank, flags) -> None:
-    grid = lambda: modules.process_group_manager.process_group_manager
-    for name in ("tensor_parallel", "sequence_parallel"):
-        for function, kind in (("all_reduce", "all_reduce"), ("all_gather", "all_gather"),
-                               ("reduce_scatter", "reduce_scatter")):
-            if hasattr(getattr(modules, name, None), function):
-                rank.replace(getattr(modules, name), function, kind, lambda args: grid().tp_group)
-    loader = modules.dataloader.MicroBatchDataLoader
-    following = loader.__next__
-
-    def next_batch(self):
+    def next_batch(self, following=loader.__next__) -> dict:
         if hasattr(self, "position_ids"):
             rank.annotate(self.position_ids, {"cp": V})
         with spmd.no_typecheck():
             batch = following(self)
-        for each in batch.values():
-            if isinstance(each, torch.Tensor):
-                rank.annotate(each, {"tp": R}, V)
-        return batch
+        return {name: rank.annotate(each, {"tp": R}, V) for name, each in batch.items()}
 
-    loader.__next__ = next_batch
-    if hasattr(modules, "expert_parallel"):
-        balance = modules.expert_parallel.ExpertBalance
-        balance.after_choice = spmd.no_typecheck(balance.after_choice)
-    train_step, clip = modules.train.train_step, modules.train.clip_grad_norm
-
-    def typed_train_step(*args):
+    def typed_train_step(*args) -> torch.Tensor:
         if not rank.weights:
-            (wrapped,) = [each for each in args if isinstance(each, torch.nn.Module)]
-            model = getattr(wrapped, "module", wrapped)
-            split = {getattr(each, name) for each in model.modules() for name in getattr(each, "tp_dims", ())}
-            whole = R if flags.sequence_parallel else I
-            weights = dict(model.named_parameters())
-
-            def types_of(name):
-                tied = name == "embedding.weight" and model.config.tie_word_embeddings
-                return {"tp": V if weights[name] in split else whole, "pp": R if tied else V,
-                        "ep": V if ".experts." in name else R}
-
-            rank.received = {"tp": V if flags.sequence_parallel else I}
-            rank.start(weights, types_of)
-            for bucket in getattr(wrapped, "buckets", ()):
-                kinds = [rank.gradient_types(param) for param in bucket.params]
-                for buffer in [bucket.grad_data] if hasattr(bucket, "grad_data") else []:
-                    rank.annotate(buffer, {name: kinds[0][axis] if len({each[axis] for each in kinds}) == 1 else V
-                                           for name, axis in rank.axes.items()})
+            model = next(each for each in args if isinstance(each, torch.nn.Module))
+            annotate_model(model, rank, flags)
+            for each in model.modules():
+                if "attend" in vars(each):  # step 15 has bound it before types were checked
+                    each.attend = functools.partial(modules.context_parallel.RingAttention.apply, *each.attend.args)
         return train_step(*args)
 
-    def typed_clip(*args):
+    def typed_clip(*args) -> torch.Tensor:
         norm = clip(*args)
         for axis, kind in spmd.get_local_type(norm).items():
             if kind in (V, P):
-                rank.refuse(f"the gradient norm is {kind} on axis {axis}")
+                rank.refuse(f"the gradient norm is {kind.name} on axis {axis}: other ranks clip by another one")
         return norm
 
-    modules.train.train_step, modules.train.clip_grad_norm = typed_train_step, typed_clip
+    loader.__next__, modules.train.clip_grad_norm, modules.train.train_step = next_batch, typed_clip, typed_train_step
+    if hasattr(modules, "expert_parallel"):
+        balance = modules.expert_parallel.ExpertBalance
+        balance.after_choice = spmd.no_typecheck(balance.after_choice)  # it counts for the log
 
 
-SUMMANDS = {"tp": "[qk]_norm", "sp": "norm|router|out.bias"}  # whole weights of type R; in others all are
-SAME_SAMPLES = ("tp", "sp", "cp")
+def annotate_model(wrapped: torch.nn.Module, rank: TypedRank, flags: argparse.Namespace) -> None:
+    """Weights that tp ranks hold whole are I, as what passes them is; with sequence parallelism they see a part."""
+    model = getattr(wrapped, "module", wrapped)
+    whole, weights = R if flags.sequence_parallel else I, dict(model.named_parameters())
+    split = {getattr(each, name) for each in model.modules() for name in getattr(each, "tp_dims", ())}
+
+    def types_of(name: str) -> dict:
+        tied = name == "embedding.weight" and model.config.tie_word_embeddings
+        return {"tp": V if weights[name] in split else whole, "pp": R if tied else V,
+                "ep": V if ".experts." in name else R}
+
+    rank.received = {"tp": V if flags.sequence_parallel else I}
+    rank.start(weights, types_of)
+    for bucket in getattr(wrapped, "buckets", ()):
+        rank.annotate_buffer(bucket.grad_data, bucket.params)
 
 
-def check_trainer(kind: str, fault: str) -> str:
-    import pathlib, re
-    from unittest import mock
-    import same_numbers
-    from same_numbers import trainers_base, trainers_data, trainers_model
-    trainers = trainers_model.TRAINERS | trainers_data.TRAINERS
-    state = {}
+SUMMANDS = {"tp": "[qk]_norm", "sp": "norm|router|out.bias"}  # whole weights that are R there; elsewhere all are
+SAME_SAMPLES = ("tp", "sp", "cp")  # on all ranks
 
-    def recorder(model, optimizer, folder, parts=None, **options):
-        def types_of(name):
-            if kind == "local" or parts and parts(name):
-                return {"rank": V}
-            return {"rank": R if re.search(SUMMANDS.get(kind, ""), name) else I}
-        state["rank"].start(dict(model.named_parameters()), types_of)
-        return mock.Mock(step=done)
 
-    def done(**_):
-        state["rank"].check_gradients()
+def check_trainer(kind: str, fault: str = "") -> str:
+    """Runs rank 0 of 2 of a trainer of same_numbers up to its first optimizer step. Returns what is refused."""
+    rank, made, cut = TypedRank({"ranks": 2}), trainers_base.pairs, trainers_base.own
+
+    def recorder(model, optimizer, folder, parts=lambda name: None, **options) -> mock.Mock:
+        def types_of(name: str) -> dict:
+            is_own = kind == "local" or parts(name)
+            return {"ranks": V if is_own else R if re.search(SUMMANDS.get(kind, ""), name) else I}
+
+        rank.start(dict(model.named_parameters()), types_of)
+        return mock.Mock(step=before_optimizer)
+
+    def before_optimizer(**_) -> None:
+        rank.check_gradients()
         raise Done
 
-    def pairs(*args):
+    def pairs(*args) -> tuple[torch.Tensor, ...]:
         with spmd.no_typecheck():
             both = made(*args)
-        return tuple(state["rank"].annotate(each, {"rank": R if kind in SAME_SAMPLES else V}) for each in both)
+        return tuple(rank.annotate(each, {"ranks": R if kind in SAME_SAMPLES else V}) for each in both)
 
-    def own(x, dim=1):
-        y = parted(x, dim)
-        return typed_rank.set_types(y, {axis: V for axis in state["rank"].axes.values()}) if spmd.has_local_type(y) else y
+    def own(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        part = cut(x, dim)
+        return set_types(part, dict.fromkeys(rank.axes.values(), V)) if spmd.has_local_type(part) else part
 
-    import typed_rank
-    made, parted = trainers_base.pairs, trainers_base.own
-    try:
-        with TypedRank({"rank": 2}) as state["rank"], mock.patch.object(same_numbers, "Recorder", recorder):
-            with mock.patch.multiple(trainers_base, own=own), mock.patch.multiple(
-                    trainers_model, pairs=pairs, own=own), mock.patch.multiple(trainers_data, pairs=pairs, own=own):
-                trainers[kind](trainers_base.Run(fault, pathlib.Path("nowhere"), 1))
-    except TypeRefused as refusal:
-        if "TB" in __import__("os").environ: raise
-        return str(refusal)
-    except Done:
-        return ""
+    trainers = trainers_model.TRAINERS | trainers_data.TRAINERS
+    with rank, mock.patch.object(same_numbers, "Recorder", recorder), mock.patch.object(
+            trainers_base, "own", own), mock.patch.multiple(
+            trainers_model, own=own, pairs=pairs), mock.patch.multiple(trainers_data, own=own, pairs=pairs):
+        return refusal(rank, lambda: trainers[kind](trainers_base.Run(fault, pathlib.Path(), 1)))
 
 
-def main_published():
-    sys.path.append("tests/support")
-    from published_faults import CASES
-    for kind, fault in CASES:
-            start = time.time()
-            if len(sys.argv) > 2 and kind not in sys.argv:
-                continue
-            try:
-                found = check_trainer(kind, fault)
-            except Exception as error:
-                import traceback
-                if len(sys.argv) > 2:
-                    traceback.print_exc()
-                found = f"!!! {type(error).__name__}: {error}"
-            print(f"{kind:10} {fault:10} {time.time() - start:.2f} s {found[:300]}", flush=True)
+def published() -> list[tuple[str, str]]:
+    """(trainer, fault) of same_numbers."""
+    trainers = trainers_model.TRAINERS | trainers_data.TRAINERS
+    return [(kind, fault) for kind, trainer in trainers.items() for fault in trainers_base.faults(trainer)]
 
 
-def main():
-    if "published" in sys.argv:
-        return main_published()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*")
-    args = parser.parse_args()
-    for name, fault in FAULTS.items():
-        if args.names and name not in args.names:
-            continue
-        for edits in ((), fault.edits):
-            start = time.time()
-            try:
-                found = check_step(case_of(fault, edits))
-            except Exception as error:
-                import traceback
-                if args.names:
-                    traceback.print_exc()
-                found = f"!!! {type(error).__name__}: {error}"
-            print(f"{name:10} {bool(edits)!s:5} {time.time() - start:.2f} s {found[:300]}", flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def check(name: str) -> tuple[str, str] | None:
+    """What is refused without the fault and with it; None where types are not tried."""
+    if name in FAULTS:
+        return (None if "--zero" in FAULTS[name].flags else
+                tuple(check_step(case_of(FAULTS[name], edits)) for edits in ((), FAULTS[name].edits)))
+    kind, fault = name.split()
+    return None if kind in NOT_TYPED else (check_trainer(kind), check_trainer(kind, fault))

@@ -66,6 +66,13 @@ def set_types(tensor: torch.Tensor, types: dict) -> torch.Tensor:
     return spmd.assert_type(tensor, dict(types))
 
 
+def copy(tensor: torch.Tensor, source: torch.Tensor, *args, original=torch.Tensor.copy_) -> torch.Tensor:
+    """Tensor.copy_(): a copy has the type of what is copied."""
+    with spmd.no_typecheck():
+        original(tensor, source, *args)
+    return set_types(tensor, spmd.get_local_type(source)) if spmd.has_local_type(source) else tensor
+
+
 def size_changed(kind: str, before: torch.Tensor, after: torch.Tensor) -> str:
     """A sum of which a rank keeps a part is a reduce-scatter, and without a sum it is only the part."""
     is_part = before.dim() == after.dim() and after.numel() < before.numel()
@@ -77,12 +84,13 @@ class TypedRank(contextlib.ExitStack):
 
     def __init__(self, axes: dict[str, int]):
         super().__init__()
-        self.sizes, self.calls, self.weights, self.received = axes, None, {}, {}
+        self.sizes, self.calls, self.weights, self.received = axes, {}, {}, {}  # calls: None where types are checked
 
     def __enter__(self) -> "TypedRank":
         global current
         super().__enter__()
         current = self
+        self.enter_context(mock.patch("sys.excepthook"))  # which the next line replaces
         dist.init_process_group("fake", rank=0, world_size=math.prod(self.sizes.values()))
         self.callback(dist.destroy_process_group)
         sizes = [*self.sizes.values()]
@@ -95,10 +103,11 @@ class TypedRank(contextlib.ExitStack):
             dist, get_backend=lambda group=None: "gloo", init_process_group=mock.Mock(), send=spmd.no_typecheck(dist.send),
             isend=(isend := spmd.no_typecheck(dist.isend)), **{name: getattr(self, name) for name in self.originals}))
         self.enter_context(mock.patch.multiple(dist.distributed_c10d, isend=isend, irecv=dist.irecv))  # for P2POp
-        self.backward_of_torch, self.copy_of_torch = torch.autograd.backward, torch.Tensor.copy_
+        self.backward_of_torch = torch.autograd.backward
         self.register_hook_of_sum = torch.Tensor.register_post_accumulate_grad_hook
         self.enter_context(mock.patch.multiple(
-            torch.Tensor, backward=lambda loss: self.backward(loss), copy_=lambda *args, **kwargs: self.copy(*args),
+            torch.Tensor, backward=lambda loss: self.backward(loss), copy_=copy,
+            grad=property(torch.Tensor.grad.__get__, spmd.no_typecheck(torch.Tensor.grad.__set__)),
             view_as=lambda tensor, other: tensor.view(other.shape),  # of the other one, only the shape counts
             register_hook=self.hook_of_gradient(torch.Tensor.register_hook),
             register_post_accumulate_grad_hook=self.hook_of_sum(self.register_hook_of_sum)))
@@ -128,13 +137,26 @@ class TypedRank(contextlib.ExitStack):
         for cls in functions():
             cls.typecheck_forward = classmethod(typed_apply)
             spmd.register_autograd_function(cls)
+        self.calls = None
         self.enter_context(spmd.checker.typecheck(local=True))
         self.mode = torch.overrides._get_current_function_mode()
+
+    def annotate_buffer(self, buffer: torch.Tensor, weights: list[torch.nn.Parameter]) -> None:
+        """A flat buffer for the gradients of these weights."""
+        for axis in self.axes.values():
+            kinds = {GRADIENT[spmd.get_local_type(weight)[axis]] for weight in weights}
+            set_types(buffer, {axis: kinds.pop() if len(kinds) == 1 else V})
+
+    def named(self, text: str) -> str:
+        """A message, with the axes' names."""
+        for name, axis in self.axes.items():
+            text = text.replace(repr(axis), name)
+        return text
 
     def refuse(self, sentence: str) -> None:
         raise TypeRefused(sentence)
 
-    def sum_up(self, tensor: torch.Tensor, group, what: str) -> None:
+    def sum_up(self, tensor: torch.Tensor, group) -> None:
         """The types after an all-reduce. A flat buffer of gradients changes those of the gradients that lie in it."""
         inside = [weight.grad for weight in self.weights if weight.grad is not None and weight.grad is not tensor
                   and weight.grad.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()]
@@ -142,8 +164,8 @@ class TypedRank(contextlib.ExitStack):
             types = spmd.get_local_type(each)
             for axis in self.axes_of(group):
                 if types.get(axis) in (R, I) and each.dim():  # a mean of equal numbers, for the log, is no fault
-                    self.refuse(f"{what}: a sum over {axis} of what is the same on each rank ({types[axis]}) is too "
-                                "large by their number")
+                    self.refuse(f"all_reduce over {axis} of what is the same on each rank, {types[axis].name}: the sum is "
+                                "too large by their number")
                 types[axis] = R
 
     # Collectives
@@ -157,7 +179,7 @@ class TypedRank(contextlib.ExitStack):
 
     def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
         if not self.note("all_reduce", group):
-            self.sum_up(tensor, group, "all_reduce")
+            self.sum_up(tensor, group)
         with spmd.no_typecheck():
             return self.originals["all_reduce"](tensor, op, group=group, async_op=async_op)
 
@@ -191,17 +213,17 @@ class TypedRank(contextlib.ExitStack):
         with spmd.no_typecheck():
             return self.originals["batch_isend_irecv"](operations)
 
-    def replace(self, module, name: str, kind: str, group_of) -> None:
-        """A function of a program that is a collective of `kind`, made of messages. group_of(args): its group."""
-        original = getattr(module, name)
+    def replace(self, module, kind: str, group_of) -> None:
+        """A function of a program that is named as the collective is, and made of messages. group_of(): its group."""
+        original = getattr(module, kind)
 
-        def typed(*args):
-            if not self.note(kind, group_of(args)) and kind == "all_reduce":
-                self.sum_up(args[0], group_of(args), name)
+        def typed(tensor, *args):
+            if not self.note(kind, group_of()) and kind == "all_reduce":
+                self.sum_up(tensor, group_of())
             with spmd.no_typecheck():
-                return original(*args)
+                return original(tensor, *args)
 
-        self.enter_context(mock.patch.object(module, name, typed))
+        setattr(module, kind, typed)
 
     # Autograd Functions
 
@@ -226,13 +248,15 @@ class TypedRank(contextlib.ExitStack):
         with self.noted() as backward:
             gradients = torch.autograd.grad(output, inputs, torch.ones_like(output), allow_unused=True)
         return {axis: (size_changed(forward.get(axis, ""), inputs[0], output),
-                       size_changed(backward.get(axis, ""), output, gradients[0])) for axis in self.axes.values()}
+                       size_changed(backward.get(axis, ""), output, gradients[0])) for axis in {**forward, **backward}}
 
     def apply(self, cls: type, args: tuple):
         """Applies it, and gives its output types. Raises TypeRefused where an input has another type than it needs."""
         inputs = [each for each in tensors_of(args) if each.is_floating_point()] or tensors_of(args)
         types = {}
-        for axis, calls in self.observe(cls, args).items():
+        observed = self.observe(cls, args)
+        for axis in self.axes.values():
+            calls = observed.get(axis, ("", ""))
             given = {spmd.get_local_type(each).get(axis) for each in inputs}
             found = {V} if given == {R, V} else given
             if len(found) > 1 or None in found:
@@ -263,16 +287,8 @@ class TypedRank(contextlib.ExitStack):
                 self.refuse(f"backward: the loss is Replicate on axis {axis}: each rank's gradient of 1 would be a "
                             "summand")
         self.complete = set()
-        with spmd.no_typecheck():
+        with spmd.no_typecheck(), self.noted():
             self.backward_of_torch(loss, *args, **kwargs)
-
-    def copy(self, tensor: torch.Tensor, source: torch.Tensor, *args) -> torch.Tensor:
-        """A copy has the type of what is copied."""
-        with spmd.no_typecheck():
-            self.copy_of_torch(tensor, source, *args)
-        if self.calls is None and spmd.has_local_type(source):
-            set_types(tensor, spmd.get_local_type(source))
-        return tensor
 
     def gradient_types(self, weight: torch.nn.Parameter) -> dict:
         return {axis: GRADIENT[each] for axis, each in spmd.get_local_type(weight).items()}
@@ -288,6 +304,14 @@ class TypedRank(contextlib.ExitStack):
                 self.refuse(f"gradient of {self.weights[weight]}: {arriving[axis]} on axis {axis} is added to {before}")
         set_types(weight.grad, arriving)
 
+    @contextlib.contextmanager
+    def checked(self):
+        """Operations are checked in this block. While backward runs, torch has taken the mode away."""
+        before, self.calls = self.calls, None
+        with spmd.checker.typecheck(), self.mode:
+            yield
+        self.calls = before
+
     def hook_of_sum(self, register):
         """register_post_accumulate_grad_hook(), with hooks in which operations are checked."""
         def registered(weight, hook):
@@ -295,7 +319,7 @@ class TypedRank(contextlib.ExitStack):
                 if weight not in self.weights:
                     return hook(weight)
                 self.accumulate(weight)
-                with spmd.checker.typecheck(), self.mode:  # torch takes the mode away while backward runs
+                with self.checked():
                     return hook(weight)
             return register(weight, typed)
         return registered
@@ -306,7 +330,7 @@ class TypedRank(contextlib.ExitStack):
             def typed(gradient):
                 if weight not in self.weights:
                     return hook(gradient)
-                with spmd.checker.typecheck(), self.mode:  # torch takes the mode away while backward runs
+                with self.checked():
                     result = hook(set_types(gradient, self.gradient_types(weight)))
                 weight.arriving = None if result is None else dict(spmd.get_local_type(result))
                 return result
