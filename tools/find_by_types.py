@@ -1,16 +1,15 @@
-"""What types for collectives find, before a run: in one process, rank 0 of as many as you like (typed_rank.py).
+"""What types for collectives find before a run, in one process: see docs/TYPES.md and typed_rank.py.
 
-    python tools/find_by_types.py                         # the museum's faults and the published ones, in seconds
-    python tools/find_by_types.py f double                # some of them, with the whole refusal
-    python tools/find_by_types.py --right                 # our steps as they are, on grids of up to 1,024 ranks
-    python tools/find_by_types.py --table                 # beside the numbers and the loss of step 100: half an hour
+    python tools/find_by_types.py                # of the museum's faults and of the published ones, in seconds
+    python tools/find_by_types.py partial "tp f" # of some of them, with the whole refusal
+    python tools/find_by_types.py --right        # our steps as they are, on grids of up to 1,024 ranks
+    python tools/find_by_types.py --table        # beside what same_numbers and the loss of step 100 say: minutes
 
-A step's train.py runs one optimizer step, up to the optimizer, and so does a trainer of same_numbers. Neither knows of
-types: what is annotated stands here, in annotate_step() and check_trainer(). docs/TYPES.md explains it.
+Rank 0 of a step's train.py, or of a trainer of same_numbers, runs up to its first optimizer step. Neither knows of
+types: what is annotated stands here, in annotate_step() and check_trainer().
 """
 
 import argparse
-import contextlib
 import functools
 import pathlib
 import re
@@ -24,9 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import same_numbers
 from break_beyond import FAULTS
-from break_faults import Fault
-from break_flags import sizes, without
-from find_faults import Case, case_of, find, source
+from break_flags import sizes
+from find_faults import Case, case_of, same, source
 from launch import ROOT
 from same_numbers import trainers_base, trainers_data, trainers_model
 from step_modules import StepModules, train
@@ -45,7 +43,8 @@ GRIDS = (  # a step, its ranks and flags
       for ranks, tp, ep in ((8, 2, 2), (8, 1, 8), (1024, 2, 8), (1024, 8, 2), (1024, 8, 8))
       if tp > 1 or not sequence_parallel],
 )
-NOT_TYPED = {"pp": "torch.distributed.pipelining sends objects", "ddp": "DDP's hooks are C++"}  # of the trainers
+NOT_TYPED = {"pp": "torch.distributed.pipelining sends objects", "ddp": "DDP's hooks are C++",
+             "shards": "ZeRO's sums are sends and receives of unlike parts"}
 
 
 class Done(Exception):
@@ -76,7 +75,7 @@ def refusal(rank: TypedRank, program: Callable[[], object]) -> str:
 
 def check_step(case: Case) -> str:
     """Runs rank 0 of a step's train.py up to its first optimizer step. Returns what is refused."""
-    found, rank_of = sizes(case.flags), {}
+    found = sizes(case.flags)
     micro_batches = max(2, found.pp_size)
     length = 32 if found.cp_size * found.tp_size > 8 else 16
     flags = (*case.flags, "--seq_len", str(length), "--num_key_value_heads", str(max(found.tp_size, 4)),
@@ -122,14 +121,8 @@ def annotate_step(modules: StepModules, rank: TypedRank, flags: argparse.Namespa
                     each.attend = functools.partial(modules.context_parallel.RingAttention.apply, *each.attend.args)
         return train_step(*args)
 
-    def typed_clip(*args) -> torch.Tensor:
-        norm = clip(*args)
-        for axis, kind in spmd.get_local_type(norm).items():
-            if kind in (V, P):
-                rank.refuse(f"the gradient norm is {kind.name} on axis {axis}: other ranks clip by another one")
-        return norm
-
-    loader.__next__, modules.train.clip_grad_norm, modules.train.train_step = next_batch, typed_clip, typed_train_step
+    loader.__next__, modules.train.clip_grad_norm, modules.train.train_step = (
+        next_batch, lambda *args: rank.check_norm(clip(*args)), typed_train_step)
     if hasattr(modules, "expert_parallel"):
         balance = modules.expert_parallel.ExpertBalance
         balance.after_choice = spmd.no_typecheck(balance.after_choice)  # it counts for the log
@@ -181,23 +174,100 @@ def check_trainer(kind: str, fault: str = "") -> str:
         part = cut(x, dim)
         return set_types(part, dict.fromkeys(rank.axes.values(), V)) if spmd.has_local_type(part) else part
 
-    trainers = trainers_model.TRAINERS | trainers_data.TRAINERS
     with rank, mock.patch.object(same_numbers, "Recorder", recorder), mock.patch.object(
             trainers_base, "own", own), mock.patch.multiple(
             trainers_model, own=own, pairs=pairs), mock.patch.multiple(trainers_data, own=own, pairs=pairs):
-        return refusal(rank, lambda: trainers[kind](trainers_base.Run(fault, pathlib.Path(), 1)))
+        return refusal(rank, lambda: trainers()[kind](trainers_base.Run(fault, pathlib.Path(), 1)))
 
 
-def published() -> list[tuple[str, str]]:
-    """(trainer, fault) of same_numbers."""
-    trainers = trainers_model.TRAINERS | trainers_data.TRAINERS
-    return [(kind, fault) for kind, trainer in trainers.items() for fault in trainers_base.faults(trainer)]
+def trainers() -> dict[str, Callable]:
+    return trainers_model.TRAINERS | trainers_data.TRAINERS
 
 
-def check(name: str) -> tuple[str, str] | None:
-    """What is refused without the fault and with it; None where types are not tried."""
+def published() -> list[str]:
+    """The faults of same_numbers' trainers, each behind its trainer."""
+    return [f"{kind} {fault}" for kind, trainer in trainers().items() for fault in trainers_base.faults(trainer)]
+
+
+def not_tried(name: str) -> str:
+    """Why types are not tried on a fault, "" where they are."""
+    return NOT_TYPED.get(name.split()[0], "") or NOT_TYPED.get(name, "")
+
+
+def check(name: str, healthy: bool = False) -> str:
+    """What is refused of a fault, or of the same without it."""
     if name in FAULTS:
-        return (None if "--zero" in FAULTS[name].flags else
-                tuple(check_step(case_of(FAULTS[name], edits)) for edits in ((), FAULTS[name].edits)))
-    kind, fault = name.split()
-    return None if kind in NOT_TYPED else (check_trainer(kind), check_trainer(kind, fault))
+        return check_step(case_of(FAULTS[name], () if healthy else FAULTS[name].edits))
+    return check_trainer(*name.split()[: 1 if healthy else 2])
+
+
+def print_found(names: list[str]) -> int:
+    """Prints what types say of each. Returns 1 where they refuse what is right."""
+    tried, found, accused, start = [name for name in names if not not_tried(name)], 0, 0, time.process_time()
+    for name in tried:
+        saw, alarm = check(name), check(name, healthy=True)
+        found, accused = found + bool(saw), accused + bool(alarm)
+        print(f"{name:20} {'FALSE ALARM ' + alarm if alarm else ''}{saw if len(names) < 9 else saw.partition(chr(10))[0]}")
+    print(f"{found} of {len(names)} found, {len(names) - len(tried)} not tried, {accused or 'none'} refused without a "
+          f"fault, in {time.process_time() - start:.1f} s of processor time")
+    return int(accused > 0)
+
+
+def print_right() -> int:
+    """Prints what types say of our steps. Returns 1 where they refuse one."""
+    accused = 0
+    for step, ranks, flags in GRIDS:
+        saw = check_step(Case(step, ranks, tuple(flags.split())))
+        accused += bool(saw)
+        print(f"step {step:>2}, {ranks:,} ranks, {' '.join(flags.split())}: {saw or 'nothing is refused'}", flush=True)
+    print(f"{accused or 'nothing'} refused on {len(GRIDS)} grids")
+    return int(accused > 0)
+
+
+def off_after(name: str, steps: int = 100) -> str:
+    """How far a fault takes the loss of step 100 from that of the same run without it. "-": there is none."""
+    def loss(edits) -> float:
+        case = case_of(FAULTS[name], edits)
+        flags = sizes(case.flags)
+        tokens = str(16 * flags.dp_size * flags.gradient_accumulation_steps * steps)
+        return train(source(case), case.size, (*case.flags, "--num_hidden_layers", str(max(flags.pp_size, 2)),
+                                               "--max_tokens", tokens), timeout=600).rows[-1]["loss"]
+    try:
+        return f"{100 * (loss(FAULTS[name].edits) / loss(()) - 1):+.2g} %"
+    except (Violation, KeyError):
+        return "-"
+
+
+def print_table() -> int:
+    """Prints a table: each fault, whether types and numbers find it, and how far off the loss of step 100 is."""
+    page = (ROOT / "docs" / "SAME_NUMBERS.md").read_text(encoding="utf-8")
+    print("| fault | by types | by numbers | loss of step 100 |\n| --- | --- | --- | --- |")
+    for name in [*FAULTS, *published()]:
+        types = "not tried" if not_tried(name) else "yes" if check(name) else "no"
+        if name in FAULTS:
+            try:
+                numbers = same(case_of(FAULTS[name], FAULTS[name].edits)).alarm
+            except (Violation, KeyError):
+                numbers = False
+            off = off_after(name)
+        else:  # python tests/support/published_faults.py has measured these
+            row = re.search(rf"^\| {name.replace(' ', ', ')}: .*$", page, re.M)[0].split(" | ")
+            numbers, off = bool(row[3]), row[2]
+        print(f"| {name} | {types} | {'yes' if numbers else 'no'} | {off} |", flush=True)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of the museum, or trainer and fault in quotes")
+    parser.add_argument("--right", action="store_true", help="our steps as they are")
+    parser.add_argument("--table", action="store_true", help="all faults, beside numbers and losses")
+    args = parser.parse_args(argv)
+    known = [*FAULTS, *published()]
+    if unknown := [name for name in args.names if name not in known]:
+        parser.error(f"there is no fault {unknown[0]!r}: choose of {', '.join(known)}")
+    return print_right() if args.right else print_table() if args.table else print_found(args.names or known)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
