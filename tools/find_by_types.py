@@ -29,7 +29,11 @@ from launch import ROOT
 from same_numbers import trainers_base, trainers_data, trainers_model
 from step_modules import StepModules, train
 from thread_ranks import Violation
-from typed_rank import I, P, R, TypedRank, TypeRefused, V, set_types, spmd
+
+try:
+    from typed_rank import I, R, TypedRank, TypeRefused, V, set_types, spmd
+except ImportError as error:
+    sys.exit(f"find_by_types.py: {error}")
 
 GRIDS = (  # a step, its ranks and flags
     ("4", 2, "--tp_size 2"), ("4", 8, "--tp_size 8"),
@@ -73,8 +77,11 @@ def refusal(rank: TypedRank, program: Callable[[], object]) -> str:
     raise AssertionError("the program has ended before its optimizer")
 
 
-def check_step(case: Case) -> str:
-    """Runs rank 0 of a step's train.py up to its first optimizer step. Returns what is refused."""
+def check_step(case: Case, type_on_tp: Callable[[str, bool], str] | None = None) -> str:
+    """Runs rank 0 of a step's train.py up to its first optimizer step. Returns what is refused.
+
+    type_on_tp(name, sequence_parallel) may say the weights' types along tp, "R", "I" or "V".
+    """
     found = sizes(case.flags)
     micro_batches = max(2, found.pp_size)
     length = 32 if found.cp_size * found.tp_size > 8 else 16
@@ -91,12 +98,13 @@ def check_step(case: Case) -> str:
     hook = register_optimizer_step_pre_hook(before_optimizer)
     try:
         return refusal(world.rank, lambda: train(
-            source(case), case.size, flags, lambda modules, _: annotate_step(modules, world.rank, found), world))
+            source(case), case.size, flags, lambda modules, _: annotate_step(
+                modules, world.rank, found, type_on_tp), world))
     finally:
         hook.remove()
 
 
-def annotate_step(modules: StepModules, rank: TypedRank, flags: argparse.Namespace) -> None:
+def annotate_step(modules: StepModules, rank: TypedRank, flags: argparse.Namespace, type_on_tp) -> None:
     """The types of a step's samples, weights and messages, and which of its functions are collectives."""
     for module in (getattr(modules, name, None) for name in ("tensor_parallel", "sequence_parallel")):
         for kind in ("all_reduce", "all_gather", "reduce_scatter"):
@@ -115,7 +123,7 @@ def annotate_step(modules: StepModules, rank: TypedRank, flags: argparse.Namespa
     def typed_train_step(*args) -> torch.Tensor:
         if not rank.weights:
             model = next(each for each in args if isinstance(each, torch.nn.Module))
-            annotate_model(model, rank, flags)
+            annotate_model(model, rank, flags, type_on_tp)
             for each in model.modules():
                 if "attend" in vars(each):  # step 15 has bound it before types were checked
                     each.attend = functools.partial(modules.context_parallel.RingAttention.apply, *each.attend.args)
@@ -128,7 +136,7 @@ def annotate_step(modules: StepModules, rank: TypedRank, flags: argparse.Namespa
         balance.after_choice = spmd.no_typecheck(balance.after_choice)  # it counts for the log
 
 
-def annotate_model(wrapped: torch.nn.Module, rank: TypedRank, flags: argparse.Namespace) -> None:
+def annotate_model(wrapped: torch.nn.Module, rank: TypedRank, flags: argparse.Namespace, type_on_tp) -> None:
     """Weights that tp ranks hold whole are I, as what passes them is; with sequence parallelism they see a part."""
     model = getattr(wrapped, "module", wrapped)
     whole, weights = R if flags.sequence_parallel else I, dict(model.named_parameters())
@@ -136,7 +144,10 @@ def annotate_model(wrapped: torch.nn.Module, rank: TypedRank, flags: argparse.Na
 
     def types_of(name: str) -> dict:
         tied = name == "embedding.weight" and model.config.tie_word_embeddings
-        return {"tp": V if weights[name] in split else whole, "pp": R if tied else V,
+        on_tp = V if weights[name] in split else whole
+        if type_on_tp:
+            on_tp = {"R": R, "I": I, "V": V}[type_on_tp(name, flags.sequence_parallel)]
+        return {"tp": on_tp, "pp": R if tied else V,
                 "ep": V if ".experts." in name else R}
 
     rank.received = {"tp": V if flags.sequence_parallel else I}
@@ -207,7 +218,8 @@ def print_found(names: list[str]) -> int:
     for name in tried:
         saw, alarm = check(name), check(name, healthy=True)
         found, accused = found + bool(saw), accused + bool(alarm)
-        print(f"{name:20} {'FALSE ALARM ' + alarm if alarm else ''}{saw if len(names) < 9 else saw.partition(chr(10))[0]}")
+        print(f"{name:20} {'FALSE ALARM ' + alarm if alarm else ''}"
+              f"{(saw if len(names) < 9 else saw.partition(chr(10))[0]) or 'not found'}")
     print(f"{found} of {len(names)} found, {len(names) - len(tried)} not tried, {accused or 'none'} refused without a "
           f"fault, in {time.process_time() - start:.1f} s of processor time")
     return int(accused > 0)

@@ -121,7 +121,7 @@ class TypedRank(TypedGradients):
         """A refusal in the axes' names, and without what spmd_types says of itself."""
         for name, axis in self.axes.items():
             text = text.replace(repr(axis), name)
-        return text.partition("\n\nSet SPMD_TYPES")[0]
+        return text.replace("PerMeshAxisLocalSpmdType.", "").partition("\n\nSet SPMD_TYPES")[0]
 
     def axes_of(self, group: dist.ProcessGroup | None) -> list[spmd.MeshAxis]:
         return [axis for axis in self.axes.values() if group is None or axis <= spmd.MeshAxis.of(group)]
