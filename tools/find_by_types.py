@@ -85,9 +85,9 @@ def check_step(case: Case, type_on_tp: Callable[[str, bool], str] | None = None)
     found = sizes(case.flags)
     micro_batches = max(2, found.pp_size)
     length = 32 if found.cp_size * found.tp_size > 8 else 16
-    flags = (*case.flags, "--seq_len", str(length), "--num_key_value_heads", str(max(found.tp_size, 4)),
-             "--num_hidden_layers", str(found.pp_size), "--gradient_accumulation_steps", str(micro_batches), "--max_tokens",
-             str(micro_batches * length * found.dp_size))
+    small = {"seq_len": length, "num_key_value_heads": max(found.tp_size, 4), "num_hidden_layers": found.pp_size,
+             "gradient_accumulation_steps": micro_batches, "max_tokens": micro_batches * length * found.dp_size}
+    flags = (*case.flags, *(word for name, value in small.items() for word in (f"--{name}", str(value))))
     world = OneRank({"dp": found.dp_size // found.ep_size, "ep": found.ep_size, "pp": found.pp_size,
                      "cp": found.cp_size, "tp": found.tp_size})
 
@@ -237,7 +237,7 @@ def print_right() -> int:
 
 
 def off_after(name: str, steps: int = 100) -> str:
-    """How far a fault takes the loss of step 100 from that of the same run without it. "-": there is none."""
+    """How far a fault takes the loss of this step from that of the same run without it, in percent; "-" of none."""
     def loss(edits) -> float:
         case = case_of(FAULTS[name], edits)
         flags = sizes(case.flags)
@@ -245,15 +245,27 @@ def off_after(name: str, steps: int = 100) -> str:
         return train(source(case), case.size, (*case.flags, "--num_hidden_layers", str(max(flags.pp_size, 2)),
                                                "--max_tokens", tokens), timeout=600).rows[-1]["loss"]
     try:
-        return f"{100 * (loss(FAULTS[name].edits) / loss(()) - 1):+.2g} %"
+        return f"{100 * (loss(FAULTS[name].edits) / loss(()) - 1):+.2g}"
     except (Violation, KeyError):
         return "-"
 
 
+def table(rows: list[tuple[str, str, bool, str]]) -> str:
+    """In Markdown, of (fault, by types, by numbers, off): a row for the museum and for each trainer."""
+    columns = [("yes", True), ("yes", False), ("no", True), ("no", False), ("not tried", True)]
+    lines = ["| faults of | by both | by types alone | by numbers alone | by neither | by numbers, types not tried |",
+             "| --- " * 6 + "|"]
+    for where in ["museum", *trainers()]:
+        cells = [[f"{name.split()[-1]} {off}" for name, *found, off in rows
+                  if tuple(found) == column and where == (name.split()[0] if " " in name else "museum")]
+                 for column in columns]
+        lines += [f"| {' | '.join([where, *map(', '.join, cells)])} |"]
+    return "\n".join(lines)
+
+
 def print_table() -> int:
-    """Prints a table: each fault, whether types and numbers find it, and how far off the loss of step 100 is."""
-    page = (ROOT / "docs" / "SAME_NUMBERS.md").read_text(encoding="utf-8")
-    print("| fault | by types | by numbers | loss of step 100 |\n| --- | --- | --- | --- |")
+    """Prints a table of what types and numbers find, and how far off the loss of step 100 is, in percent."""
+    page, rows = (ROOT / "docs" / "SAME_NUMBERS.md").read_text(encoding="utf-8"), []
     for name in [*FAULTS, *published()]:
         types = "not tried" if not_tried(name) else "yes" if check(name) else "no"
         if name in FAULTS:
@@ -264,8 +276,10 @@ def print_table() -> int:
             off = off_after(name)
         else:  # python tests/support/published_faults.py has measured these
             row = re.search(rf"^\| {name.replace(' ', ', ')}: .*$", page, re.M)[0].split(" | ")
-            numbers, off = bool(row[3]), row[2]
-        print(f"| {name} | {types} | {'yes' if numbers else 'no'} | {off} |", flush=True)
+            numbers, off = bool(row[3]), row[2].removesuffix(" %")
+        rows.append((name, types, numbers, off))
+        print(rows[-1], file=sys.stderr, flush=True)
+    print(table(rows))
     return 0
 
 

@@ -55,7 +55,7 @@ def norm_gradients(attempt):
 
 @exercise("14", "references:references.type_on_tp", hints=(
     "A matrix that is split has other numbers on each rank.",
-    "Without sequence parallelism the norms see hidden states that are the same on each rank, and so is their gradient.",
+    "Without sequence parallelism the norms see what is the same on each rank, and so is their gradient.",
     "With it, each rank's norms see its own tokens: the weight is the same, and each has a summand of its gradient."))
 def annotate(attempt):
     """Annotate a model: say of each weight which type it has along tp, so that types can be checked.

@@ -76,8 +76,8 @@ def dispatch_and_combine(attempt):
 @exercise("16", "references:references.routed", hints=(
     "Run the check with a line that does nothing, such as `pass`: the refusal names the axis and both types.",
     "x and the weights are I: the same on each rank, and so are their gradients. up and down are V.",
-    "Both x and the weights are multiplied by something that is V, so both need f. Not before the softmax: the router is "
-    "whole on each rank."),
+    "Both x and the weights are multiplied by something that is V, so both need f. Not before the softmax: the router "
+    "is whole on each rank."),
     blank=("x, weights = ",))
 def missing_collective(attempt):
     """Find what is missing from the refusal: a block with a router lacks a collective or two.

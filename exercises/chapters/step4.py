@@ -230,7 +230,7 @@ def conjugate(attempt):
         forward     own rows, V  -----> all rows, I    -> all ranks alike -> the same loss
         backward    own rows     <----- grad
 
-    grad (N, D) is the gradient of the loss with respect to all rows. Return that with respect to this rank's (N / n, D).
+    grad (N, D) is the gradient of the loss with respect to all rows. Return that with respect to this rank's (N/n, D).
     dist.get_rank() and dist.get_world_size() are rank and number of ranks n; there is only one group.
     """
     def program(modules, rank):
@@ -240,7 +240,7 @@ def conjugate(attempt):
 
     with attempt.typed({"tp": 2}) as rank:
         (found,) = rank.observe(attempt.function(), (random(2, 3),)).values()
-        attempt.require(found == ("all_gather", "part"), f"{found[0]} in forward and {found[1] or 'nothing'} in backward "
-                        "are not the types V -> I: what does the gradient of an I need?")
+        attempt.require(found == ("all_gather", "part"), f"{found[0]} in forward and {found[1] or 'nothing'} in "
+                        "backward are not the types V -> I: what does the gradient of an I need?")
     for size in (2, 3):
         attempt.both(size, program, f"{size} ranks")
