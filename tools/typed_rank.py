@@ -153,6 +153,9 @@ class TypedRank(TypedGradients):
             for each in output.split(output_sizes or len(output) // group.size()):
                 each.copy_(part if each.shape == part.shape else torch.zeros_like(each))
         if not self.note("all_to_all", group):
+            for axis in self.axes_of(group):
+                if (kind := spmd.get_local_type(rows).get(axis)) is not V:
+                    self.refuse(f"all_to_all over {axis}: rows of type {kind}, where each rank has its own, V")
             set_types(output, spmd.get_local_type(rows))
 
     def irecv(self, tensor, *args, **kwargs):
