@@ -93,7 +93,7 @@ def test_the_others_are_not_found_and_no_right_version_is_refused(name):
 
 
 def test_the_page_says_of_each_fault_whether_types_find_it():
-    """In its table, whose columns are those of find_by_types.table()."""
+    """In its table, whose columns are those of types_table.table()."""
     said = {}
     for line in PAGE.partition("| faults of |")[2].splitlines()[2:]:
         where, *cells = (cell.strip() for cell in line.strip("|").split("|"))

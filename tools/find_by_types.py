@@ -3,7 +3,6 @@
     python tools/find_by_types.py                # of the museum's faults and of the published ones, in seconds
     python tools/find_by_types.py partial "tp f" # of some of them, with the whole refusal
     python tools/find_by_types.py --right        # our steps as they are, on grids of up to 1,024 ranks
-    python tools/find_by_types.py --table        # beside what same_numbers and the loss of step 100 say: minutes
 
 Rank 0 of a step's train.py, or of a trainer of same_numbers, runs up to its first optimizer step. Neither knows of
 types: what is annotated stands here, in annotate_step() and check_trainer().
@@ -24,11 +23,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import same_numbers
 from break_beyond import FAULTS
 from break_flags import sizes
-from find_faults import Case, case_of, same, source
-from launch import ROOT
+from find_faults import Case, case_of, source
 from same_numbers import trainers_base, trainers_data, trainers_model
 from step_modules import StepModules, train
-from thread_ranks import Violation
 
 try:
     from typed_rank import I, R, TypedRank, TypeRefused, V, set_types, spmd
@@ -83,8 +80,7 @@ def check_step(case: Case, type_on_tp: Callable[[str, bool], str] | None = None)
     type_on_tp(name, sequence_parallel) may say the weights' types along tp, "R", "I" or "V".
     """
     found = sizes(case.flags)
-    micro_batches = max(2, found.pp_size)
-    length = 32 if found.cp_size * found.tp_size > 8 else 16
+    micro_batches, length = max(2, found.pp_size), 32 if found.cp_size * found.tp_size > 8 else 16
     small = {"seq_len": length, "num_key_value_heads": max(found.tp_size, 4), "num_hidden_layers": found.pp_size,
              "gradient_accumulation_steps": micro_batches, "max_tokens": micro_batches * length * found.dp_size}
     flags = (*case.flags, *(word for name, value in small.items() for word in (f"--{name}", str(value))))
@@ -129,8 +125,11 @@ def annotate_step(modules: StepModules, rank: TypedRank, flags: argparse.Namespa
                     each.attend = functools.partial(modules.context_parallel.RingAttention.apply, *each.attend.args)
         return train_step(*args)
 
-    loader.__next__, modules.train.clip_grad_norm, modules.train.train_step = (
-        next_batch, lambda *args: rank.check_norm(clip(*args)), typed_train_step)
+    def typed_clip(*args) -> torch.Tensor:
+        rank.check_gradients()
+        return rank.check_norm(clip(*args))
+
+    loader.__next__, modules.train.clip_grad_norm, modules.train.train_step = next_batch, typed_clip, typed_train_step
     if hasattr(modules, "expert_parallel"):
         balance = modules.expert_parallel.ExpertBalance
         balance.after_choice = spmd.no_typecheck(balance.after_choice)  # it counts for the log
@@ -144,9 +143,8 @@ def annotate_model(wrapped: torch.nn.Module, rank: TypedRank, flags: argparse.Na
 
     def types_of(name: str) -> dict:
         tied = name == "embedding.weight" and model.config.tie_word_embeddings
-        on_tp = V if weights[name] in split else whole
-        if type_on_tp:
-            on_tp = {"R": R, "I": I, "V": V}[type_on_tp(name, flags.sequence_parallel)]
+        on_tp = ({"R": R, "I": I, "V": V}[type_on_tp(name, flags.sequence_parallel)] if type_on_tp
+                 else V if weights[name] in split else whole)
         return {"tp": on_tp, "pp": R if tied else V,
                 "ep": V if ".experts." in name else R}
 
@@ -202,7 +200,7 @@ def published() -> list[str]:
 
 def not_tried(name: str) -> str:
     """Why types are not tried on a fault, "" where they are."""
-    return NOT_TYPED.get(name.split()[0], "") or NOT_TYPED.get(name, "")
+    return NOT_TYPED.get(name.split()[0], "")
 
 
 def check(name: str, healthy: bool = False) -> str:
@@ -236,63 +234,15 @@ def print_right() -> int:
     return int(accused > 0)
 
 
-def off_after(name: str, steps: int = 100) -> str:
-    """How far a fault takes the loss of this step from that of the same run without it, in percent; "-" of none."""
-    def loss(edits) -> float:
-        case = case_of(FAULTS[name], edits)
-        flags = sizes(case.flags)
-        tokens = str(16 * flags.dp_size * flags.gradient_accumulation_steps * steps)
-        return train(source(case), case.size, (*case.flags, "--num_hidden_layers", str(max(flags.pp_size, 2)),
-                                               "--max_tokens", tokens), timeout=600).rows[-1]["loss"]
-    try:
-        return f"{100 * (loss(FAULTS[name].edits) / loss(()) - 1):+.2g}"
-    except (Violation, KeyError):
-        return "-"
-
-
-def table(rows: list[tuple[str, str, bool, str]]) -> str:
-    """In Markdown, of (fault, by types, by numbers, off): a row for the museum and for each trainer."""
-    columns = [("yes", True), ("yes", False), ("no", True), ("no", False), ("not tried", True)]
-    lines = ["| faults of | by both | by types alone | by numbers alone | by neither | by numbers, types not tried |",
-             "| --- " * 6 + "|"]
-    for where in ["museum", *trainers()]:
-        cells = [[f"{name.split()[-1]} {off}" for name, *found, off in rows
-                  if tuple(found) == column and where == (name.split()[0] if " " in name else "museum")]
-                 for column in columns]
-        lines += [f"| {' | '.join([where, *map(', '.join, cells)])} |"]
-    return "\n".join(lines)
-
-
-def print_table() -> int:
-    """Prints a table of what types and numbers find, and how far off the loss of step 100 is, in percent."""
-    page, rows = (ROOT / "docs" / "SAME_NUMBERS.md").read_text(encoding="utf-8"), []
-    for name in [*FAULTS, *published()]:
-        types = "not tried" if not_tried(name) else "yes" if check(name) else "no"
-        if name in FAULTS:
-            try:
-                numbers = same(case_of(FAULTS[name], FAULTS[name].edits)).alarm
-            except (Violation, KeyError):
-                numbers = False
-            off = off_after(name)
-        else:  # python tests/support/published_faults.py has measured these
-            row = re.search(rf"^\| {name.replace(' ', ', ')}: .*$", page, re.M)[0].split(" | ")
-            numbers, off = bool(row[3]), row[2].removesuffix(" %")
-        rows.append((name, types, numbers, off))
-        print(rows[-1], file=sys.stderr, flush=True)
-    print(table(rows))
-    return 0
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of the museum, or trainer and fault in quotes")
     parser.add_argument("--right", action="store_true", help="our steps as they are")
-    parser.add_argument("--table", action="store_true", help="all faults, beside numbers and losses")
     args = parser.parse_args(argv)
     known = [*FAULTS, *published()]
     if unknown := [name for name in args.names if name not in known]:
         parser.error(f"there is no fault {unknown[0]!r}: choose of {', '.join(known)}")
-    return print_right() if args.right else print_table() if args.table else print_found(args.names or known)
+    return print_right() if args.right else print_found(args.names or known)
 
 
 if __name__ == "__main__":
