@@ -31,7 +31,8 @@ def off_after(name: str, steps: int = 100) -> str:
     try:
         with mock.patch.multiple("step_modules", register_optimizer_step_pre_hook=nothing,
                                  register_optimizer_step_post_hook=nothing):
-            return f"{100 * (loss(FAULTS[name].edits) / loss(()) - 1):+.2g}"
+            percent = 100 * (loss(FAULTS[name].edits) / loss(()) - 1)
+        return f"{percent:+.2g}" if abs(percent) > 1e-3 else "0"
     except (Violation, KeyError):
         return "-"
     finally:
