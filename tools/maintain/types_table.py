@@ -40,16 +40,19 @@ def off_after(name: str, steps: int = 100) -> str:
 
 
 def table(rows: list[tuple[str, str, bool, str]]) -> str:
-    """In Markdown, of (fault, by types, by numbers, off): a row for the museum and for each trainer."""
-    columns = [("yes", True), ("yes", False), ("no", True), ("no", False), ("not tried", True)]
-    lines = ["| faults of | by both | by types alone | by numbers alone | by neither | by numbers, types not tried |",
-             "| --- " * 6 + "|"]
+    """In Markdown, of (fault, by types, by numbers, off): a row for the museum and for each trainer, and the rest."""
+    def cell(column: tuple[str, bool], where: str = "") -> str:
+        found = [(name, off) for name, *found, off in rows if tuple(found) == column
+                 and where in ("", name.split()[0] if " " in name else "museum")]
+        return ", ".join(f"{name.split()[-1] if where else name} {off}" for name, off in found)
+
+    lines = ["| faults of | by types and by numbers | by numbers alone |", "| --- | --- | --- |"]
     for where in ["museum", *trainers()]:
-        cells = [[f"{name.split()[-1]} {off}" for name, *found, off in rows
-                  if tuple(found) == column and where == (name.split()[0] if " " in name else "museum")]
-                 for column in columns]
-        lines += [f"| {' | '.join([where, *map(', '.join, cells)])} |"]
-    return "\n".join(lines)
+        cells = [cell(("yes", True), where), cell(("no", True), where)]
+        lines += [f"| {where} | {' | '.join(cells)} |"] if any(cells) else []
+    rest = {"By types alone": ("yes", False), "By neither": ("no", False),
+            "By numbers, types not tried": ("not tried", True)}
+    return "\n".join([*lines, "", *(f"- {words}: {cell(column)}" for words, column in rest.items())])
 
 
 def main() -> int:
