@@ -5,7 +5,7 @@ from setuptools import setup
 FINETUNE = ["peft>=0.18", "bitsandbytes>=0.50", "gguf>=0.18"]  # gguf: for tools/get_smollm2.py
 ENGINES = ["torchx==0.7.0", "ray>=2.50", "kubernetes>=30", "boto3>=1.34", "google-cloud-batch>=0.17",
            "kubeflow-trainer-api>=2.3"]
-DOCS = ["markdown-it-py>=3.0", "pygments>=2.17", "jinja2>=3.1"]
+DOCS = ["sphinx>=8.1", "myst-parser>=4.0", "furo>=2025.7", "sphinx-copybutton>=0.5", "latex2mathml>=3.77"]
 
 setup(
     name="distributed-training-tutorial",
@@ -28,7 +28,8 @@ setup(
     extras_require={
         "cluster": ["tensorboard>=2.17", "matplotlib>=3.8"],
         "finetune": FINETUNE,
-        "test": ["pytest>=8", "pytest-xdist>=3.8", "matplotlib>=3.8", "tensorboard>=2.17", "py-spy>=0.4", *FINETUNE, *DOCS],
+        "test": ["pytest>=8", "pytest-xdist>=3.8", "matplotlib>=3.8", "tensorboard>=2.17", "py-spy>=0.4", "spmd_types>=0.3.1",
+                 *FINETUNE, *DOCS],
         "docs": DOCS,
         "engines": ENGINES,
     },

@@ -226,7 +226,6 @@ function showChoice() {
       for (const text of [...sizes, name, zero, microbatches, ...shares, ...volumes])
         htmlElement("td", {}, row, String(text));
     }
-    body.closest(".scroll").tabIndex = 0; // it scrolls sideways, and site.js has seen it empty
   }
 
   function show(job) {
