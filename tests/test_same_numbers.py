@@ -60,7 +60,7 @@ class Net(nn.Module):
 def record(monkeypatch, folder, rank: int = 0, world: int = 1, change=lambda model: None, cut=None, dtype=torch.float64,
            before=lambda model: None):
     """One step as rank `rank`. change(model) makes a fault of the gradients; `cut`: rows of up.weight that it holds."""
-    monkeypatch.setattr(same_numbers, "dist", types.SimpleNamespace(
+    monkeypatch.setattr(same_numbers.recorder, "dist", types.SimpleNamespace(
         is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda: rank, get_world_size=lambda: world,
         all_gather_object=lambda everyone, own: None))
     model = Net().to(dtype)
