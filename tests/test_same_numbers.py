@@ -106,11 +106,12 @@ def test_a_rank_that_holds_the_part_of_another(monkeypatch, tmp_path):
 
 def test_recordings_that_do_not_belong_together(monkeypatch, tmp_path, capsys):
     record(monkeypatch, tmp_path / "one")
+    record(monkeypatch, tmp_path / "again")
     record(monkeypatch, tmp_path / "short", dtype=torch.float32)
     record(monkeypatch, tmp_path / "cut", cut=slice(0, 3))
     record(monkeypatch, tmp_path / "half", world=2)
     record(monkeypatch, tmp_path / "wrong", change=scale("down.bias", 2))
-    for name, code, words in (("one", 0, "the same numbers in steps [1]"), ("wrong", 1, '"by": "2 times too large'),
+    for name, code, words in (("again", 0, "the same numbers in steps [1]"), ("wrong", 1, '"by": "2 times too large'),
                               ("short", 2, "the dtype of up.weight is float64 in"),
                               ("half", 2, "the recorded steps are [[1], []]"),
                               ("absent", 2, "rank0_start.pt is missing")):
@@ -118,4 +119,4 @@ def test_recordings_that_do_not_belong_together(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr("sys.argv", argv)
         assert main() == code
         shown = "".join(capsys.readouterr())
-        assert words in shown and (shown.count("\n") == 1 or code == 1)
+        assert words in shown and (shown.count("\n") == 1 or code < 2)
