@@ -92,7 +92,8 @@ class Recorder:
             small = [name for name, param in self.params.items() if param.requires_grad and param.numel() <= SMALL]
             hooks += [self.params[name].register_post_accumulate_grad_hook(functools.partial(self.after, name))
                       for name in small[:MANY]]
-        if all(id(param) in self.groups for param in self.params.values() if param.requires_grad):
+        if isinstance(self.inner_optimizer(), torch.optim.Optimizer) and all(
+                id(param) in self.groups for param in self.params.values() if param.requires_grad):
             # else a sharded optimizer has still to gather, and the next forward has the weights that it has changed
             hooks.append(self.inner_optimizer().register_step_post_hook(self.after_step))
         if not any(hasattr(param, "ds_id") for param in self.params.values()):

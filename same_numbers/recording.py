@@ -23,7 +23,6 @@ class Recording:
         start = self.read(folder / "rank0_start.pt")
         self.world, self.summed, self.aliases = start["world"], start["summed"], aliases or start["aliases"]
         self.id, self.sizes, self.optimizer = start["id"], start["sizes"], start["optimizer"]
-        self.starts = [self.read(folder / f"rank{rank}_start.pt")["params"] for rank in range(self.world)]
         numbers = [set() for _ in range(self.world)]
         for found in map(FILE.fullmatch, (path.name for path in folder.iterdir())):
             if found and int(found[1]) < self.world:  # else a stray one
@@ -32,6 +31,7 @@ class Recording:
         if not self.steps or {*self.steps} != set.union(*numbers):
             raise ValueError(f"{folder}: by rank, the recorded steps are {[sorted(each) for each in numbers]}: call "
                              "recorder.step() on every rank in every step")
+        self.starts = [self.read(folder / f"rank{rank}_start.pt")["params"] for rank in range(self.world)]
         if self.steps[-1] - self.steps[0] >= len(self.steps):
             raise ValueError(f"{folder}: of the steps between {self.steps[0]} and {self.steps[-1]} only {self.steps} "
                              "are there: record them again")
