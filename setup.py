@@ -5,6 +5,7 @@ from setuptools import setup
 FINETUNE = ["peft>=0.18", "bitsandbytes>=0.50", "gguf>=0.18"]  # gguf: for tools/get_smollm2.py
 ENGINES = ["torchx==0.7.0", "ray>=2.50", "kubernetes>=30", "boto3>=1.34", "google-cloud-batch>=0.17",
            "kubeflow-trainer-api>=2.3"]
+TRAINERS = ["accelerate>=1.15", "deepspeed>=0.19", "lightning>=2.6", "megatron-core>=0.16", "peft>=0.18"]
 DOCS = ["markdown-it-py>=3.0", "pygments>=2.17", "jinja2>=3.1"]
 
 setup(
@@ -31,5 +32,6 @@ setup(
         "test": ["pytest>=8", "pytest-xdist>=3.8", "matplotlib>=3.8", "tensorboard>=2.17", "py-spy>=0.4", *FINETUNE, *DOCS],
         "docs": DOCS,
         "engines": ENGINES,
+        "trainers": TRAINERS,
     },
 )

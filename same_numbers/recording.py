@@ -127,8 +127,14 @@ class Recording:
 
     def whole(self, held: dict, summed: bool = False) -> dict:
         """name -> the sketch of all parts, which add up; of replicas the mean counts. Without what no rank has."""
-        return {name: sum(sum(ranks.values()) / (1 if summed else len(ranks)) for ranks in parts.values() if ranks)
-                for name, parts in held.items() if any(parts.values())}
+        found = {}
+        for name, parts in held.items():
+            vectors = [ranks for ranks in parts.values() if ranks]
+            if len(vectors) == 1 == len(vectors[0]):
+                found[name] = next(iter(vectors[0].values()))
+            elif vectors:
+                found[name] = sum(sum(ranks.values()) / (1 if summed else len(ranks)) for ranks in vectors)
+        return found
 
 
 def match(own: dict[str, tuple], known: dict[str, tuple]) -> dict[str, str]:

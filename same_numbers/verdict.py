@@ -65,8 +65,9 @@ class Comparison(Causes):
         self.sizes = {"replicas": replicas, "shards": max(map(len, split), default=1), "ranks": self.many.world,
                       **self.many.sizes}
         # the least of all steps, because a pipeline's first one may have a forward more, to learn shapes
-        self.sizes["micro-batches"] = min(max(each["microbatches"] for each in self.many.load(step))
-                                          for step in self.many.steps)
+        raw = [[self.many.read(self.many.folder / f"rank{rank}_step{step}.pt")["microbatches"]
+                for rank in range(self.many.world)] for step in self.many.steps]
+        self.sizes["micro-batches"] = min(map(max, raw))
 
     def dtypes(self) -> None:
         """How much noise there is: by the dtypes of weights, of what layers returned, and of the optimizer's states."""
