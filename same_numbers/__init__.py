@@ -6,7 +6,7 @@
     python -m same_numbers one_process/ many_processes/
 
 sketches.py is how tensors are compared, frameworks.py what part of which parameter a rank holds, recorder.py and
-recording.py write and read, verdict.py compares, causes.py explains. The package needs torch alone.
+recording.py write and read, verdict.py and totals.py compare, causes.py explains. The package needs torch alone.
 """
 
 from .recorder import Recorder

@@ -26,7 +26,7 @@ def given(records: list[dict], key: str) -> list[float]:
 
 
 class Causes:
-    """Reads what a Comparison holds: recordings `one` and `many`, records `a` and `b` of a `step`, `sizes` of groups."""
+    """Reads what a Comparison holds: recordings `one` and `many`, records `a` and `b` of a `step`, `sizes`."""
 
     def which(self, names: list[str]) -> str:
         """Which parameters these are, in a few words."""
@@ -76,8 +76,9 @@ class Causes:
                          "a division by zero, an overflow (float16?), or memory that nobody has written?")
         if both := [name for name in found[0] if name in found[1]]:
             if not self.found:
-                raise ValueError(f"step {self.step}: {len(both)} {kind}, such as {both[0]}, have NaN or infinity in both "
-                                 f"recordings, on ranks {found[0][both[0]]} and {found[1][both[0]]}: nothing to compare")
+                raise ValueError(
+                    f"step {self.step}: {len(both)} {kind}, such as {both[0]}, have NaN or infinity in both recordings, "
+                    f"on ranks {found[0][both[0]]} and {found[1][both[0]]}: nothing to compare")
 
     def samples(self) -> None:
         ranks = [{*each["samples"]} for each in self.b]
@@ -153,14 +154,16 @@ class Causes:
     def explain(self, groups: dict, a: dict, b: dict, before: tuple | None) -> None:
         """Adds a finding for each way in which gradients are wrong, what has a cause of its own first."""
         if any(each["dropout"] for each in self.a + self.b):
-            raise ValueError("gradients differ, and dropout or other random numbers in forward are drawn unlike on other "
-                             "ranks: record both with p = 0")
+            raise ValueError("gradients differ, and dropout or other random numbers in forward are drawn unlike on "
+                             "other ranks: record both with p = 0")
         absent = self.many.summed or any(how == "absent" for how, c in groups)
         ranks = {} if absent else self.by_rank([*a], "gradients", a)[0]
         own = [[*factors][0] for factors in ranks.values() if len(factors) == 1]
-        if len(own) == self.many.world and len({*own} - {None}) > 1 and not any(c is None or self.fits(c)[1] for c in own):
-            self.add("gradients", {name: max(abs(c - 1) for c in own) for name in self.names},
-                     ", ".join(f"{c:.4g}" for c in own) + " times as large, by rank", "does each rank clip by its own norm?")
+        by_own = len(own) == self.many.world and len({*own}) > 1
+        if by_own and not any(c is None or self.fits(c)[1] for c in own):
+            by = ", ".join(f"{c:.4g}" for c in own) + " times as large, by rank"
+            self.add("gradients", {name: max(abs(c - 1) for c in own) for name in self.names}, by,
+                     "does each rank clip by its own norm?")
             return
         left, by_rest = {}, ""
         for (how, c), names in groups.items():
@@ -176,7 +179,7 @@ class Causes:
 
     def of_tie(self, names: list[str]) -> str:
         lost = [name for name in names if name in self.many.untied]
-        return f"{lost[0]} is tied in one run, and two parameters in the other: tie them again after wrapping" if lost else ""
+        return f"{lost[0]} is tied in one run, and two parameters in the other: tie them after wrapping" if lost else ""
 
     def of_model(self) -> str:
         """What the recording knows of ranks and layers."""
@@ -185,8 +188,8 @@ class Causes:
                     "trusted run has them")
         counts = [len(each["samples"]) for each in self.b]
         if len({*counts} - {0}) > 1:
-            return (f"ranks read {', '.join(map(str, counts))} samples: is the mean over ranks taken where the mean over "
-                    "samples is meant?")
+            return (f"ranks read {', '.join(map(str, counts))} samples: is the mean over ranks taken where the mean "
+                    "over samples is meant?")
         return ""
 
     def mixed_up(self, names: list[str], a: dict, b: dict) -> str:
@@ -195,7 +198,8 @@ class Causes:
         for name in names:
             shapes[self.one.info[name]["shape"]].append(name)
         sums = [[sum(each[name] for name in group) for each in (whole, a)] for group in shapes.values()]
-        is_right = all(factor(*pair, self.noise()) == 1 and len(group) > 1 for pair, group in zip(sums, shapes.values()))
+        is_right = all(len(group) > 1 and factor(*pair, self.noise()) == 1
+                       for pair, group in zip(sums, shapes.values()))
         return "they are mixed up with each other: do ranks send them in another order?" if is_right else ""
 
     def backward(self) -> str:
@@ -241,76 +245,3 @@ class Causes:
         counts = ", ".join(f"{share:.3g}" for share in shares)
         return (f"the micro-batches of one process count {counts} times: " + (self.of_model() or "is the mean over "
                 "micro-batches or ranks taken where the mean over tokens is meant (padding)?"))
-
-    def judge_norm(self, a: dict) -> None:
-        """Of gradients that are right. A wrong one is explained by the parameters whose squares make it up."""
-        one, many = (given(records, "norm") for records in (self.a, self.b))
-        if not one or not many or max(abs(each / one[0] - 1) for each in many) <= self.limit:
-            return
-        squares = self.one.squares(self.a)
-        squares = {name: each * one[0] ** 2 / sum(squares.values()) for name, each in squares.items()}  # before clipping
-        kinds = {"what several ranks hold whole": [name for name, parts in self.many.parts.items() if len(parts) == 1],
-                 "what is cut": [name for name, parts in self.many.parts.items() if len(parts) > 1],
-                 **{f"of {kind}": [name for name in squares if kind in ordinary(name)]
-                    for kind in ("experts", *{ordinary(name) for name in squares})}}
-        causes = {}
-        for words, names in kinds.items():
-            part = sum(squares[name] for name in names) / one[0] ** 2
-            for n in {0, *self.sizes.values()} - {1} if 1e-6 < part < 1 - 1e-6 else ():
-                for times in {n, 1 / n if n else 0}:
-                    if max(abs((each / one[0]) ** 2 - 1 - (times - 1) * part) for each in many) < 10 * self.limit:
-                        causes.setdefault("left out" if not n else f"counted {times:.4g} times", words)
-        by = f"{', '.join(f'{each:.5g}' for each in many)} by rank instead of {one[0]:.5g}"
-        cause = next((f"it fits where {words} is {how}" for how, words in causes.items()), "")
-        if cause and "whole" in cause:
-            cause += ": is what several ranks hold whole counted once for each of them?"
-        ratios = {round(each / one[0], 4) for each in many}
-        if not cause and len(ratios) == 1 and (fit := self.fits(ratios.pop()))[1]:
-            cause = f"{fit[0]}: {fit[1]}"
-        self.add("gradient norm, of gradients that are right", [], by, cause or (
-                 "is what several ranks hold whole counted once for each of them?" if min(many) > one[0] else
-                 "does each rank take the norm of its own gradients for that of all?"))
-
-    def judge_settings(self) -> None:
-        """The optimizer's: what they change in a step may be less than a coarse dtype shows."""
-        wrong = {}
-        for records in (self.b,):
-            for record in records:
-                for name in self.names:
-                    mine, theirs = (self.settings(each, name) for each in (self.a[0], record))
-                    for key in mine.keys() & theirs.keys():
-                        if any(abs(x - y) > 1e-6 * abs(x) for x, y in zip(mine[key], theirs[key])):
-                            wrong.setdefault((key, str(mine[key]), str(theirs[key])), {})[name] = None
-        for (key, mine, theirs), names in wrong.items():
-            what = "the learning rate was" if key == "lr" else f"its {key} was"
-            self.add("the optimizer's settings, though gradients are right", [*names], f"{what} {theirs}, not {mine}",
-                     "does each rank move the scheduler on?" if key == "lr" else "is it made in two places?")
-
-    @staticmethod
-    def settings(record: dict, name: str) -> dict:
-        """Of the group of a parameter or, where the optimizer has others, those that all groups agree on."""
-        groups = record["settings"]
-        if name in record["groups"]:
-            return groups[record["groups"][name]]
-        return {key: value for key, value in groups[0].items() if all(each.get(key) == value for each in groups)} \
-            if groups else {}
-
-    def numbers(self) -> None:
-        """The loss, of gradients that are right: of all, or the mean of the ranks' own, or their sum."""
-        one, many = (given(records, "loss") for records in (self.a, self.b))
-        if not one or not many:
-            return
-        wanted, limit = sum(one) / len(one), max(self.limit, 1e-6) * max(map(abs, one))
-        counts = [len(each["samples"]) for each in self.b if each["loss"] is not None]
-        weighted = sum(n * each for n, each in zip(counts, many)) / (sum(counts) or 1)
-        alike = max(many) - min(many) <= limit
-        right = [sum(many) / len(many)] + [] if alike else [sum(many) / len(many), weighted, sum(many)]
-        if any(abs(each - wanted) <= limit for each in right):
-            return
-        if not alike and min(many) < wanted < max(many):
-            self.notes.append(f"not judged: the loss of step {self.step}: the ranks' own lie on both sides of it")
-            return
-        mean = right[0]
-        by, cause = self.fits(float(f"{mean / wanted:.4g}")) if wanted and mean else ("wrong", "")
-        self.add("loss, of gradients that are right", [], f"{mean:.6g} instead of {wanted:.6g}, {by}",
-                 cause or "is it what backward is called with, of all micro-batches and ranks?")

@@ -6,14 +6,13 @@ A name in the whole model is what is left without wrappers of torch. Other wrapp
 here needs to know: names are matched when recordings are compared.
 """
 
-import hashlib
 import re
 import sys
 
 import torch
 import torch.distributed as dist
 
-from .sketches import Place
+from .sketches import Place, digest
 
 WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 DDP = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel) if dist.is_available() else ()
@@ -86,10 +85,7 @@ def own_cuts(model: torch.nn.Module, params: dict, rank: int) -> dict[str, tuple
 
 def fingerprint(params: list) -> str:
     """The same on replicas, for where nobody knows the groups: of the marked weights as they are at the start."""
-    found = hashlib.blake2b(digest_size=8)
-    for param in params:
-        found.update(param.detach().flatten()[:4096].cpu().double().numpy().tobytes())
-    return found.hexdigest()
+    return " ".join(digest(param.detach().flatten()[:4096].cpu()) for param in params)
 
 
 def place_cuts(places: dict[str, Place], everyone: list[dict], rank: int) -> None:
@@ -137,7 +133,7 @@ def local(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | Non
 def group_sizes(params) -> dict[str, int]:
     """Of the axes of meshes and of Megatron's groups: how many ranks."""
     sizes, state = {}, parallel_state()
-    for mesh in {id(param.device_mesh): param.device_mesh for param in params if hasattr(param, "device_mesh")}.values():
+    for mesh in {id(mesh): mesh for each in params if (mesh := getattr(each, "device_mesh", None))}.values():
         names = mesh.mesh_dim_names or [f"axis {i}" for i in range(mesh.ndim)]
         sizes |= {f"ranks along {name}": mesh.size(i) for i, name in enumerate(names)}
     for name in ("data", "tensor_model", "context", "expert_model") if state else ():

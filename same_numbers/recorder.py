@@ -2,7 +2,9 @@
 
 import atexit
 import functools
+import importlib.util
 import pathlib
+import pickle
 import uuid
 import warnings
 import weakref
@@ -11,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from . import frameworks
-from .inside import Inside
 from .sketches import bounds_of, digests, number, sketch_all, tensors
 
 SMALL, MANY = 1 << 14, 64  # numbers in a parameter, and such parameters, whose gradient each micro-batch tells apart
@@ -39,13 +40,11 @@ class Recorder:
     `("layers.3.up.weight", {0: (256, 1024)})`; None is a whole parameter. Where a sharded optimizer keeps gradients
     elsewhere than in `param.grad`, `gradient(param)` returns this rank's summand, in the parameter's shape.
     `first_step` numbers a resumed run's. `save_gradients` writes this rank's gradients themselves, too, as "whole".
-    `modules`, names or "blocks", keeps sketches of these modules' outputs and of the gradients at them, to say where in
-    forward or backward a difference begins; `positions(length)` are the tokens that this rank holds of each sample,
-    where they are cut by hand. Raises ValueError where nothing could be recorded by these arguments.
+    Raises ValueError where nothing could be recorded by these arguments.
     """
 
     def __init__(self, model, optimizer, folder, *, steps: int = 3, first_step: int = 1, parts=None, gradient=None,
-                 save_gradients: bool = False, modules=(), positions=None):
+                 save_gradients: bool = False):
         if steps < 1:
             raise ValueError(f"steps={steps} records nothing: use 1 or more")
         is_many = dist.is_available() and dist.is_initialized()
@@ -67,7 +66,6 @@ class Recorder:
             "params": {name: {"shape": shape, "bounds": self.keys[name], "dtype": str(self.params[name].dtype)[6:],
                               "trained": self.params[name].requires_grad, "held": id(self.params[name]) in self.groups}
                        for name, (shape, index) in self.places.items()}})
-        self.inside = Inside(self.modules, modules, positions) if modules else None
         self.forget()
         self.hooks = self.add_hooks()
 
@@ -99,7 +97,7 @@ class Recorder:
         if not any(hasattr(param, "ds_id") for param in self.params.values()):
             close = weakref.WeakMethod(self.close)
             atexit.register(lambda: (found := close()) and found())
-        return hooks + (self.inside.hooks if self.inside else [])
+        return hooks
 
     def write(self, what: str, found: dict) -> None:
         torch.save(found, self.folder / f"rank{self.rank}_{what}.pt")
@@ -113,8 +111,6 @@ class Recorder:
         """What is counted anew in each step. Of each model: how deep in its forward, and how many micro-batches."""
         self.depth, self.forwards = dict.fromkeys(map(id, self.modules), 0), dict.fromkeys(map(id, self.modules), 0)
         self.seen, self.partial, self.computed, self.is_random = [], {}, set(), False
-        if self.inside:
-            self.inside.forget()
 
     def find_parameters(self, parts) -> dict[str, str]:
         """Sets `params` and `places`, by names in the whole model. Returns further names of tied ones."""
@@ -133,10 +129,7 @@ class Recorder:
                 self.params[name], self.places[name] = param, (shape, index)
             here = {name: param for name, param in self.params.items() if not (parts(name) or ("", ()))[1]}
             own |= frameworks.own_cuts(module, here, self.rank)
-        everyone = [own] * self.world
-        if self.world > 1:
-            dist.all_gather_object(everyone, own)
-        frameworks.place_cuts(self.places, everyone, self.rank)
+        frameworks.place_cuts(self.places, gather(own, self.world), self.rank)
         return aliases
 
     @harmless
@@ -152,18 +145,13 @@ class Recorder:
             self.random_state = torch.get_rng_state()
             ids = [each for each in tensors([kwargs.get("input_ids"), *args, kwargs])
                    if each.ndim > 1 and not each.is_floating_point() and not each.is_complex()]
-            found = digests(ids[0]) if ids and module is self.modules[0] else []
-            self.seen += found
-            if self.inside:
-                self.inside.begin(found)
+            self.seen += digests(ids[0]) if ids and module is self.modules[0] else []
 
     @harmless
     def after_forward(self, module, args, output) -> None:
         if self.depth.get(id(module)):
             self.depth[id(module)] -= 1
             self.is_random |= not torch.equal(self.random_state, torch.get_rng_state())
-            if self.inside and not any(self.depth.values()):
-                self.inside.end()
 
     @harmless
     def after_leaf(self, module, args, output) -> None:
@@ -214,8 +202,7 @@ class Recorder:
             "batchnorm": sum("BatchNorm" in (kind := type(each).__name__) and "Sync" not in kind and each.training
                              for each in modules),
             "dropout": self.is_random or sum("Dropout" in type(each).__name__ and each.training and each.p > 0
-                                             for each in modules),
-            "inside": self.inside and self.inside.found})
+                                             for each in modules)})
         self.next += 1
         self.forget()
 
@@ -234,6 +221,22 @@ class Recorder:
     def close(self) -> None:
         """Records what the last step has changed, where the training ends with it. The end of the process calls it."""
         self.after_step()
+
+
+def gather(own: dict, world: int) -> list[dict]:
+    """`own` of all ranks. torch's function needs numpy, which torch does not install."""
+    everyone = [own] * world
+    if world > 1 and importlib.util.find_spec("numpy"):
+        dist.all_gather_object(everyone, own)
+    elif world > 1:
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        text = torch.tensor(list(pickle.dumps(own)), dtype=torch.uint8, device=device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in everyone]
+        dist.all_gather(sizes, torch.tensor([len(text)], device=device))
+        texts = [torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device) for _ in everyone]
+        dist.all_gather(texts, torch.nn.functional.pad(text, (0, len(texts[0]) - len(text))))
+        everyone = [pickle.loads(bytes(each.tolist())) for each in texts]  # which stops where it ends
+    return everyone
 
 
 def pack(vectors: dict) -> dict:

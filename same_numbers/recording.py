@@ -13,7 +13,7 @@ class Recording:
     """What the ranks of a run have written into `folder`. Parameters have the names that `aliases` gives them.
 
     `info`: name -> shape, dtype and so on; `parts`: name -> part -> the ranks that hold it; `untied`: names of which a
-    rank has two parameters, where the other run has a tied one. Raises ValueError where a file is missing or unreadable.
+    rank has two parameters, where the other run has a tied one. Raises ValueError where a file is missing or cut off.
     """
 
     def __init__(self, folder: pathlib.Path, aliases: dict | None = None):
@@ -81,7 +81,8 @@ class Recording:
             for words in ("shape", "dtype", "trained"):
                 a, b = (each.info[name][words] if name in each.info else "absent" for each in (self, other))
                 if a != b:
-                    raise ValueError(f"{wrong} the {words} of {name} is {a} in {self.folder}, and {b} in {other.folder}")
+                    raise ValueError(
+                        f"{wrong} the {words} of {name} is {a} in {self.folder}, and {b} in {other.folder}")
         return told
 
     def match(self, other: "Recording") -> list[str]:

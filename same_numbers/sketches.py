@@ -5,6 +5,7 @@ pseudo-random signs (Alon, Matias and Szegedy, 1996). The length of the differen
 difference of their tensors, and the sketches of a tensor's parts add up to that of the whole.
 """
 
+import ctypes
 import functools
 import hashlib
 
@@ -105,11 +106,17 @@ def tensors(batch):
             yield from tensors(each)
 
 
+def digest(tensor: torch.Tensor) -> str:
+    """Of the bytes of a CPU tensor, without numpy, which torch may come without."""
+    tensor = tensor.detach().contiguous()
+    size = tensor.numel() * tensor.element_size()
+    return hashlib.blake2b(ctypes.string_at(tensor.data_ptr(), size) if size else b"", digest_size=8).hexdigest()
+
+
 def digests(batch) -> list[str]:
     """Of each sample: a row of a tensor."""
-    return [f"{row.numel()}:" + hashlib.blake2b(row.contiguous().view(torch.uint8).numpy().tobytes(),
-                                                digest_size=8).hexdigest()
-            for tensor in tensors(batch) for row in tensor.detach().cpu().flatten(1 if tensor.ndim > 1 else 0)]
+    return [f"{row.numel()}:{digest(row)}" for tensor in tensors(batch)
+            for row in tensor.detach().cpu().flatten(1 if tensor.ndim > 1 else 0)]
 
 
 def number(value) -> float | None:

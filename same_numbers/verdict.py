@@ -1,13 +1,12 @@
-"""The verdict: what of two recordings is the same, what isn't, and what was not judged. Explanations are in causes.py."""
+"""The verdict: what of two recordings is the same, what isn't, and what was not judged. causes.py explains."""
 
 import collections
 
 import torch
 
-from .causes import Causes
-from .inside import first_wrong
 from .recording import Recording
 from .sketches import factor
+from .totals import Totals
 
 # By dtype, relative: what rounding changes in gradients of the first step, in later ones, and in weights at the start
 NOISE = {"float64": (1e-9, 1e-6, 1e-12), "float32": (3e-4, 3e-2, 2e-6), "bfloat16": (5e-2, 2e-1, 1e-2)}
@@ -24,7 +23,7 @@ def coarsest(*dtypes: str) -> str:
     return "float64" if eps < 1e-12 else "float32" if eps < 1e-6 else "bfloat16"
 
 
-class Comparison(Causes):
+class Comparison(Totals):
     """`found` has the findings of the first step that has any; `notes`, what a yes is about, and what it is not about.
 
     Raises ValueError where nothing can be compared.
@@ -92,8 +91,10 @@ class Comparison(Causes):
     def add(self, what: str, which, by: str, cause: str = "") -> None:
         """A finding. `which`: name -> size of the difference beside the right value, or a name or none."""
         words = self.which([*which]) if which else ""
-        cause, line = cause or "look at what it is made of", f"step {self.step}: {what}{', ' * bool(which)}{words}: {by}"
-        size, worst = max((size, name) for name, size in which.items()) if isinstance(which, dict) and which else (0, "")
+        cause = cause or "look at what it is made of"
+        line = f"step {self.step}: {what}{', ' * bool(which)}{words}: {by}"
+        sizes = which.items() if isinstance(which, dict) else ()
+        size, worst = max(((size, name) for name, size in sizes), default=(0, ""))
         how_large = f" (largest: {size:.2g} of the right length, in {worst})" if worst else ""
         if 0 < size <= ROUNDING.get(self.computed, 0) and "wrong" in by:
             how_large = f"{how_large[:-1]}; as large as rounding in a coarser dtype)"
@@ -195,13 +196,15 @@ class Comparison(Causes):
 
     def unclipped(self) -> tuple[dict, dict]:
         """The gradients of both recordings before clipping, by the norms that their ranks have clipped by."""
-        a, b = (self.one.whole(self.one.held(self.a, "gradients"), self.one.summed), self.many.held(self.b, "gradients"))
+        a, b = self.as_recorded()
         one, many = ([each["norm"] for each in records if each["norm"] is not None] for records in (self.a, self.b))
         if not one or not many:
             return a, b
-        totals = [sum(run.squares(records).values()) ** 0.5 for run, records in ((self.one, self.a), (self.many, self.b))]
+        totals = [sum(run.squares(records).values()) ** 0.5
+                  for run, records in ((self.one, self.a), (self.many, self.b))]
         is_clipped = totals[0] < one[0] * (1 - 2e-6)
-        if abs(totals[1] / (totals[0] or 1) - 1) < self.limit and not (is_clipped and max(many) - min(many) <= 1e-6 * max(many)):
+        clip_alike = is_clipped and max(many) - min(many) <= 1e-6 * max(many)
+        if abs(totals[1] / (totals[0] or 1) - 1) < self.limit and not clip_alike:
             return a, b  # nothing was clipped, or one rank's norm is not what it has clipped by
         known = one[0] if is_clipped else many[0]
         if not is_clipped and totals[1] >= many[0] * (1 - 2e-6):
@@ -213,7 +216,11 @@ class Comparison(Causes):
                 scale = max(1.0, (norm + 1e-6) / largest)
                 each["gradients"] = {name: None if vector is None else vector * scale
                                      for name, vector in each["gradients"].items()}
-        return self.one.whole(self.one.held(self.a, "gradients"), self.one.summed), self.many.held(self.b, "gradients")
+        return self.as_recorded()
+
+    def as_recorded(self) -> tuple[dict, dict]:
+        return (self.one.whole(self.one.held(self.a, "gradients"), self.one.summed),
+                self.many.held(self.b, "gradients"))
 
     def gradients(self, before: tuple | None) -> None:
         self.limit = noise = self.noise(before)
@@ -232,8 +239,6 @@ class Comparison(Causes):
             groups = {("factor", c): dict.fromkeys(a, abs(c - 1))}
         if groups:
             self.explain(groups, a, b, before)
-            if where := first_wrong(self.a, self.b, self.sizes["replicas"], NOISE[self.computed][0]):
-                self.found.insert(0, {**self.found[0], "what": "where", "cause": where, "line": where})
             return
         self.largest["gradients"] = max(self.largest["gradients"], float((pair[0] - pair[1]).norm() / pair[1].norm()))
         self.judge_norm(a)
@@ -245,15 +250,16 @@ class Comparison(Causes):
         if self.found:
             return
         noise = NOISE[self.computed]
-        self.notes.append(f"judged: gradients to {noise[0]:.0e} of their length in the first step ({noise[1]:.0e} later), "
-                          f"updates to {NOISE[self.updating][1]:.0e}; the largest differences of all together are "
-                          f"{self.largest['gradients']:.1g} and {self.largest['updates']:.1g}")
+        self.notes.append(
+            f"judged: gradients to {noise[0]:.0e} of their length in the first step ({noise[1]:.0e} later), updates to "
+            f"{NOISE[self.updating][1]:.0e}; the largest differences of all together are "
+            f"{self.largest['gradients']:.1g} and {self.largest['updates']:.1g}")
         if self.computed != self.dtype:
-            self.notes.append(f"mixed precision was seen: weights in {self.dtype}, judged by the noise of {self.computed}")
+            self.notes.append(f"mixed precision was seen: weights in {self.dtype}, judged by {self.computed}'s noise")
         if self.rounded:
-            self.notes.append(f"{len(self.rounded)} parameters differ by up to {max(self.rounded.values()):.1g} of their "
-                              f"length, as rounding in float32 does, such as {max(self.rounded, key=self.rounded.get)}: "
-                              "something computes in float32")
+            worst = max(self.rounded, key=self.rounded.get)
+            self.notes.append(f"{len(self.rounded)} parameters differ by up to {self.rounded[worst]:.1g} of their length, "
+                              f"as rounding in float32 does, such as {worst}: something computes in float32")
         if self.hidden:
             fine = max(RESOLUTION[coarsest(self.one.info[name]["dtype"])] for name in self.hidden)
             self.notes.append(
