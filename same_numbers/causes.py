@@ -77,8 +77,8 @@ class Causes:
         if both := [name for name in found[0] if name in found[1]]:
             if not self.found:
                 raise ValueError(
-                    f"step {self.step}: {len(both)} {kind}, such as {both[0]}, have NaN or infinity in both recordings, "
-                    f"on ranks {found[0][both[0]]} and {found[1][both[0]]}: nothing to compare")
+                    f"step {self.step}: {len(both)} {kind}, such as {both[0]}, have NaN or infinity in both "
+                    f"recordings, on ranks {found[0][both[0]]} and {found[1][both[0]]}: nothing to compare")
 
     def samples(self) -> None:
         ranks = [{*each["samples"]} for each in self.b]

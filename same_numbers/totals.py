@@ -66,7 +66,8 @@ class Totals(Causes):
         if not one or not many:
             return
         wanted, limit = sum(one) / len(one), max(self.limit, 1e-6) * max(map(abs, one))
-        counts = [len(each["samples"]) for each in self.b if each["loss"] is not None]
+        counts = [len(each["samples"]) for each in self.b if each["loss"]]
+        many = [each for each in many if each] or many  # stages that have none may say 0
         weighted = sum(n * each for n, each in zip(counts, many)) / (sum(counts) or 1)
         alike = max(many) - min(many) <= limit
         right = [sum(many) / len(many)] + [] if alike else [sum(many) / len(many), weighted, sum(many)]

@@ -258,8 +258,8 @@ class Comparison(Totals):
             self.notes.append(f"mixed precision was seen: weights in {self.dtype}, judged by {self.computed}'s noise")
         if self.rounded:
             worst = max(self.rounded, key=self.rounded.get)
-            self.notes.append(f"{len(self.rounded)} parameters differ by up to {self.rounded[worst]:.1g} of their length, "
-                              f"as rounding in float32 does, such as {worst}: something computes in float32")
+            self.notes.append(f"{len(self.rounded)} parameters differ by up to {self.rounded[worst]:.1g} of their "
+                              f"length, as rounding in float32 does, such as {worst}: something computes in float32")
         if self.hidden:
             fine = max(RESOLUTION[coarsest(self.one.info[name]["dtype"])] for name in self.hidden)
             self.notes.append(
