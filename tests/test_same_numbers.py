@@ -114,7 +114,7 @@ def test_recordings_that_do_not_belong_together(monkeypatch, tmp_path, capsys):
     for name, code, words in (("again", 0, "the same numbers in steps [1]"), ("wrong", 1, '"by": "2 times too large'),
                               ("short", 2, "the dtype of up.weight is float64 in"),
                               ("half", 2, "the recorded steps are [[1], []]"),
-                              ("absent", 2, "rank0_start.pt is missing")):
+                              ("absent", 2, "is no folder: name the one")):
         argv = ["same_numbers", str(tmp_path / "one"), str(tmp_path / name), *["--json"] * (code == 1)]
         monkeypatch.setattr("sys.argv", argv)
         assert main() == code
