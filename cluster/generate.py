@@ -16,10 +16,11 @@ from ranks import course  # noqa: F401  before step 9's modules
 import argparse
 import os
 
-from inference.talk import write_all
+from inference.talk import generate_all
+from ranks.errors import one_error_of_all
 from run.flags import check_text, seed
 from train import counts
-from utils import ArgumentParser, UserError, number, one_clear_error, positive_float, positive_int
+from utils import ArgumentParser, UserError, number, positive_float, positive_int
 
 temperature = number(float, lambda value: value == 0 or value >= 0.01, "0, or 0.01 or more")
 
@@ -59,9 +60,9 @@ def parse_args() -> argparse.Namespace:
 
 
 def main():
-    write_all(parse_args())
+    generate_all(parse_args())
 
 
 if __name__ == "__main__":
-    with one_clear_error(out_of_memory="use --device cpu, or a smaller model"):
+    with one_error_of_all(out_of_memory="use --device cpu, or a smaller model"):
         main()

@@ -26,11 +26,12 @@ from planning.profiler import LayerProfiler
 from planning.report import as_plan, report
 from planning.schedules import SCHEDULES
 from planning.search import find_plans
+from ranks.errors import one_error_of_all
 from ranks.files import replace
 from ranks.join import meet
 from ranks.memory import USABLE_MEMORY
 from ranks.placement import from_home, is_home
-from utils import TINY_LLAMA, ArgumentParser, UserError, number, one_clear_error, positive_int
+from utils import TINY_LLAMA, ArgumentParser, UserError, number, positive_int
 
 LAYERS_AND_HEADS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 LORA = ("lora_rank", "lora_alpha", "lora_targets", "base_bits")
@@ -166,5 +167,5 @@ def main():
 if __name__ == "__main__":
     if "RANK" not in os.environ:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this program quietly
-    with one_clear_error(out_of_memory="take a shorter --seq_len, or measure without this machine"):
+    with one_error_of_all(out_of_memory="take a shorter --seq_len, or measure without this machine"):
         main()

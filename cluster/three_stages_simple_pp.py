@@ -34,12 +34,13 @@ import functools
 
 import train_distributed
 from models.causal import make_model
+from ranks.errors import one_error_of_all
 from run.flags import add_flags, add_run_flags
 from run.generation import end_of_elastic_run
 from run.layout import BY_SPEED
 from run.start import add_checkpoint_flags
 from run.train import check_flags, run_training
-from utils import ArgumentParser, UserError, one_clear_error, positive_int
+from utils import ArgumentParser, UserError, positive_int
 
 TOY = dict(vocab_size=1024, hidden_size=128, intermediate_size=352, num_hidden_layers=6, num_attention_heads=8,
            num_key_value_heads=4, head_dim=16, max_position_embeddings=2048, tie_word_embeddings=True)  # Qwen3
@@ -88,6 +89,6 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_clear_error(out_of_memory="use --recompute, raise --microbatch_num, or lower --seq_len"):
+    with one_error_of_all(out_of_memory="use --recompute, raise --microbatch_num, or lower --seq_len"):
         with end_of_elastic_run():
             main()

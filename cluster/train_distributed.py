@@ -20,6 +20,7 @@ import os
 from data.batches import add_data_flags
 from models.causal import OVERRIDES, make_model
 from models.lora import add_lora_flags
+from ranks.errors import one_error_of_all
 from run.flags import add_flags, add_run_flags
 from run.generation import end_of_elastic_run
 from run.layout import add_layout_flags
@@ -27,7 +28,7 @@ from run.local_steps import add_local_flags
 from run.samples import add_replan_flag
 from run.start import add_checkpoint_flags
 from run.train import check_flags, run_training
-from utils import ROOT, TINY_LLAMA, ArgumentParser, one_clear_error, positive_int
+from utils import ROOT, TINY_LLAMA, ArgumentParser, positive_int
 
 def make_parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
@@ -63,5 +64,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with one_clear_error(out_of_memory="use --recompute, or lower --batch_size or --seq_len"), end_of_elastic_run():
+    with one_error_of_all(out_of_memory="use --recompute, or lower --batch_size or --seq_len"), end_of_elastic_run():
         main()

@@ -30,13 +30,14 @@ from model import Llama, check_config, cross_entropy
 from models.causal import make_llama
 from planning.module_memory import saved_bytes
 from ranks.collectives import gather, say
+from ranks.errors import one_error_of_all
 from ranks.join import meet, print_banner, print_table
 from ranks.memory import free_memory
 from ranks.placement import once_per_machine
 from run.flags import add_flags
 from run_common import check_positions
 from utils import (
-    TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, load_config, one_clear_error, positive_float,
+    TINY_LLAMA, ArgumentParser, UserError, default_learning_rate, load_config, positive_float,
     positive_int,
 )
 
@@ -137,5 +138,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_clear_error(out_of_memory="lower --batch_size or --seq_len"):
+    with one_error_of_all(out_of_memory="lower --batch_size or --seq_len"):
         main()

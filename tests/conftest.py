@@ -56,6 +56,27 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(variables)
 
 
+OURS = []  # warnings that lines of this repository have caused
+
+
+def pytest_warning_recorded(warning_message) -> None:
+    path = pathlib.Path(warning_message.filename)
+    if path.is_relative_to(ROOT) and "site-packages" not in path.parts:
+        OURS.append(f"{path}:{warning_message.lineno}: {warning_message.message}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A warning of our own is an error."""
+    if OURS and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    for text in OURS:
+        terminalreporter.write_line(f"a warning of our own: {text}", red=True)
+
+
 def pytest_report_header() -> str:
     return f"cases are drawn with DRAW={os.environ['DRAW']}"
 

@@ -32,7 +32,7 @@ WRITERS = [  # a script, its flags, and where it leaves what: {} is the name
     ("tools/with_torch.py", "--steps 1 --seq_len 16 --out {}", "{}"),
     ("tools/maintain/make_figures.py", "grid --out {}", "{}/figure_grid.png"),
     ("exercises/try.py", "start ring_all_reduce --folder {}", "{}/ring_all_reduce.py"),
-    ("same_numbers/trainers.py", "plain {}", "{}/rank0_start.pt"),
+    ("same_numbers/trainers.py", "replicas {}", "{}/rank0_start.pt"),
 ]
 
 

@@ -10,7 +10,6 @@ import pathlib
 import re
 
 import pytest
-from fake_gpu import copy_for_fake_gpu
 from launch import ROOT, STEPS, start_fork
 
 GRID = ("--dp_size", 2, "--pp_size", 2, "--tp_size", 2)
@@ -34,6 +33,18 @@ FAULTS = {  # in step 4: what it says -> what breaks it, and the complaint
     "item": ("total_loss += loss.detach()", "total_loss += loss.item()", "reads the value of a tensor"),
     "blocking": (", non_blocking=True", "", "without non_blocking=True"),
 }
+
+
+def copy_for_fake_gpu(folder: pathlib.Path, target: pathlib.Path, old: str = "", new: str = "") -> None:
+    """Copies the modules under `folder` to the new folder `target`; "cuda" becomes "gpu", and `old` becomes `new`."""
+    found = False
+    for path in folder.rglob("*.py"):
+        text, copy = path.read_text(), target / path.relative_to(folder)
+        found = found or old in text
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(re.sub(r'"cuda"|\.is_cuda', lambda word: word[0].replace("cuda", "gpu"),
+                               text.replace(old, new) if old else text))
+    assert found, f"no module in {folder} has {old!r}"
 
 
 def start(tmp_path: pathlib.Path, case: tuple, *fault: str) -> concurrent.futures.Future:

@@ -37,7 +37,7 @@ with one_clear_error(out_of_memory="lower --this or --that"):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name.split('_')[0]}-{path.stem}")
 def test_the_remedy_is_made_of_the_scripts_own_flags(script):
-    [remedy] = re.findall(r'with one_clear_error\(out_of_memory="(.+?)"\)', script.read_text())
+    [remedy] = re.findall(r'with one_(?:clear_error|error_of_all)\(out_of_memory="(.+?)"\)', script.read_text())
     own = {flag for path in SCRIPTS[script] for flag in re.findall(r'"(--\w+)"', path.read_text())}
     named = set(re.findall(r"--\w+", remedy))
     assert len(own) > 10 and named and named <= own, f"{script} has no {named - own}"

@@ -14,13 +14,14 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from typing import NamedTuple
 
 import pytest
 import torch
 from families import HeterogeneousParallelPlugin, PipelineTemplate, toy
 from launch import ROOT, STEPS, environment, fork, losses, metrics, modules_of, start_fork, torchrun
-from processes import Command
+from processes import eventually
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 with modules_of(9):
@@ -67,7 +68,7 @@ def picotron(tmp_path_factory, corpus) -> dict[str, Trained]:
     (folder / "model" / "config.json").write_text(json.dumps({**sizes, "hidden_size": 64, "intermediate_size": 64}))
     for name in "tokenizer.json", "tokenizer_config.json":
         (folder / "model" / name).write_bytes((ROOT / "assets" / "tiny_llama" / name).read_bytes())
-    small = ["--seq_len", 8, "--dataset_name", corpus, "--log_dir", folder, "--max_tokens", 2 * 32 * 8]
+    small = ["--seq_len", 8, "--num_proc", 1, "--dataset_name", corpus, "--log_dir", folder, "--max_tokens", 2 * 32 * 8]
     small_1b = [*small, "--model_name", folder / "model", "--num_hidden_layers", 4, "--dtype", "float64"]
     jobs = {name: start_fork(step, ranks, *shlex.split(words), *(small_1b if SIZES_1B in words else small),
                              env={"WANDB_MODE": "disabled"}, modules=["wandb"])  # the last of two of a flag counts
@@ -204,6 +205,7 @@ def test_raspberry_pi_command_line(command, tmp_path, corpus):
     titles = {}  # rank -> the last one that was seen
     while run.process.poll() is None:
         titles |= {rank: title for rank, pid in run.ranks().items() if (title := title_of(pid))}
+        time.sleep(0.2)
     printed = run.end(60)
     assert run.process.returncode == 0, printed[-3000:]
     trace = json.loads((tmp_path / "logs" / "three_stages" / "timeline_batch0_all.json").read_text())
@@ -264,19 +266,16 @@ def test_raspberry_pi_errors_do_not_show_the_password():
 def home(tmp_path_factory, corpus) -> tuple[pathlib.Path, str, object]:
     """The folder of a run of two epochs, what it printed, and TensorBoard's view of it while it trained."""
     folder = tmp_path_factory.mktemp("home")
-    command = Command([*torchrun(3, CLUSTER / "train_distributed.py", "--dataset_name", corpus, "--seq_len", 16,
-                                 "--batch_size", 1, "--num_microbatches", "4,2,2", "--epochs", 2, "--learning_rate",
-                                 2e-4, "--max_steps_per_epoch", 10, "--eval_every", 2, "--eval_batches", 2,
-                                 "--validation_split", 0.05, "--sample_every", 2, "--recompute", "--keep", 9,
-                                 "--log_dir", folder / "logs" / "runs", "--checkpoint_dir", folder / "checkpoints")],
-                      folder)
-    try:
-        run = folder / "logs" / "runs" / "train_distributed"
-        command.wait_for_step(run / "metrics.jsonl", 6)
-        while_it_trains = EventAccumulator(str(run)).Reload() if command.process.poll() is None else None
-        return folder, command.end(120), while_it_trains
-    finally:
-        command.kill()
+    job = start_fork(9, 3, "--dataset_name", corpus, "--seq_len", 16, "--batch_size", 1, "--num_microbatches", "4,2,2",
+                     "--epochs", 2, "--learning_rate", 2e-4, "--max_steps_per_epoch", 10, "--eval_every", 2,
+                     "--eval_batches", 2, "--validation_split", 0.05, "--sample_every", 2, "--recompute", "--keep", 9,
+                     "--log_dir", folder / "logs" / "runs", "--checkpoint_dir", folder / "checkpoints",
+                     script=CLUSTER / "train_distributed.py")
+    run = folder / "logs" / "runs" / "train_distributed"
+    rows = run / "metrics.jsonl"
+    assert eventually(lambda: job.done() or rows.exists() and rows.read_text().count("\n") > 5, 120)
+    while_it_trains = None if job.done() else EventAccumulator(str(run)).Reload()
+    return folder, job.result().stdout, while_it_trains
 
 
 def test_home_trains_two_epochs(home):

@@ -7,6 +7,8 @@ import socket
 import struct
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 import pytest
@@ -15,7 +17,7 @@ from launch import modules_of
 
 with modules_of(9):
     from membership import channel
-    from membership.channel import NO_ANSWER, Listener, authenticated, call
+    from membership.channel import NO_ANSWER, Channel, Listener, authenticated, call
 
 TOKEN = b"of the run"
 
@@ -159,3 +161,28 @@ def test_a_listener_outlives_a_machine_without_threads(listener, monkeypatch):
         patch.setattr(channel.threading, "Thread", none_left)
         assert call(listener.at, TOKEN, {"kind": "a"}) is None
     assert call(listener.at, TOKEN, {"kind": "b"}) == {"heard": "b"}
+
+
+def ends():
+    """The two ends of a connection, both of which know the key: (the client's, the listener's)."""
+    pair = [Connection(each.detach()) for each in socket.socketpair()]
+    with ThreadPoolExecutor(2) as pool:
+        return [*pool.map(lambda end: Channel(end[1], b"key", end[0] == 0), enumerate(pair))]
+
+
+@pytest.mark.parametrize("what", ["a bit", "twice", "out of order", "sent back", "of another connection"])
+def test_what_was_done_to_a_message_on_the_way(what):
+    """Who stands in between may pass on what they say, each message once and in order. Else that connection ends."""
+    client, listener = ends()
+    client.send_bytes(b"first"), client.send_bytes(b"second")
+    first, second = (listener.connection.recv_bytes() for _ in range(2))
+    passed_on = {"a bit": [first[:-1] + bytes([first[-1] ^ 1])], "twice": [first, first], "out of order": [second]}
+    others = {"sent back": (listener, client), "of another connection": ends()}
+    sender, receiver = others.get(what, (client, listener))
+    for message in passed_on.get(what, [first]):
+        sender.connection.send_bytes(message)
+    if what == "twice":
+        assert receiver.recv_bytes() == b"first"
+    with pytest.raises(AuthenticationError, match="was changed, repeated or moved on the way"):
+        receiver.recv_bytes()
+    assert receiver.closed

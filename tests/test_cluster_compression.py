@@ -13,7 +13,7 @@ from recordings import load, record
 
 SCRIPT = ROOT / "cluster" / "train_distributed.py"
 SHAPES = [(2, 3, 7), (3, 1024), (5, 1)]
-STEPS_TRAINED, SEQ_LEN = 10, 16
+STEPS_TRAINED, SEQ_LEN = 6, 16
 COMMON = ["--num_hidden_layers", 4, "--seq_len", SEQ_LEN, "--batch_size", 2, "--max_steps", STEPS_TRAINED,
           "--run_name", "default_run"]
 UNLIKE = ["--pipelines", "4;3,1", "--num_microbatches", "6,2"]

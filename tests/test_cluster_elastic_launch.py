@@ -11,6 +11,7 @@ import sys
 import time
 
 import agent
+import exits
 import host_run
 import pytest
 import torch
@@ -179,7 +180,7 @@ def test_what_an_agent_does(tmp_path, monkeypatch, capfd):
     for _ in range(8):
         assert eventually(lambda: started.poll() or "anew" in capfd.readouterr().out, 20)
     assert started.returncode is None, "each has run long enough: it goes on"
-    assert end(0, agent.OF_THIS_MACHINE) == 1, "what this machine lacks it will lack again"
+    assert end(0, exits.OF_THIS_MACHINE) == 1, "what this machine lacks it will lack again"
 
 
 def test_what_one_machine_lacks_costs_only_that_machine():

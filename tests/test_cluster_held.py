@@ -2,6 +2,7 @@
 
 import gc
 import pathlib
+import signal
 import types
 import weakref
 
@@ -44,11 +45,12 @@ def test_what_a_generation_has_made_goes_with_it():
 def test_an_error_does_not_wait_for_a_checkpoint_that_others_hold_up(run_code):
     done = run_code("cluster", 1, """
 import threading, time
+from ranks.errors import one_error_of_all
 from run import generation
 from utils import UserError
 generation.JOINING = 0.2
 threading.Thread(target=time.sleep, args=[100], name=generation.WRITER).start()
-with generation.end_of_elastic_run():
+with one_error_of_all(""), generation.end_of_elastic_run():
     raise UserError("no such flag")
 """, check=False, timeout=20)
     assert done.returncode == 2 and done.stderr.splitlines()[-1] == "error: no such flag", done
@@ -66,7 +68,7 @@ def test_a_stop_says_what_is_saved(monkeypatch, capsys, written, says):
     monkeypatch.setattr(session, "dist", types.SimpleNamespace(get_rank=lambda: 0, barrier=lambda *_, **__: barrier))
     if written < 5:
         with pytest.raises(ValueError, match=f"that of step 5, could not be written to runs: make room.*{says}"):
-            it.end(True)
+            it.finish(True)
         return
-    it.end(True)
+    assert it.leave(signal.SIGTERM, it.finish(True)) == 143
     assert capsys.readouterr().out == f"stopped after step 5, as it was told: --resume auto {says}\n"

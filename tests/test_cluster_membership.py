@@ -16,7 +16,7 @@ from launch import modules_of
 with modules_of(9):
     from hosts import host_facts
     from made_up_network import Network
-    from membership import rendezvous, roster
+    from membership import contacts, rendezvous, roster
     from membership.channel import call
     from utils import UserError
 
@@ -119,7 +119,7 @@ def test_the_second_of_two_hosts_waits_for_the_first_with_what_it_has(network, c
 @pytest.mark.parametrize("cut, left, has_begun", [((1, 2), {0, 1}, False), ((0, 1), {0, 2}, True)])
 def test_two_hosts_that_do_not_reach_each_other(network, monkeypatch, cut, left, has_begun):
     """The run goes on without one of them, which tries again ever more seldom. When it can, it takes it in."""
-    monkeypatch.setattr(rendezvous, "STAYS_OUT", 10.0)
+    monkeypatch.setattr(contacts, "STAYS_OUT", 10.0)
     net = network(3)
     if has_begun:
         net.begun(3)
@@ -146,7 +146,7 @@ def test_a_minority_that_starts_anew_knows_that_it_is_one(network, monkeypatch, 
     net.parts = [{0}, {1, 2}]
     alone = net.start(0)
     net.run(10)
-    assert alone.phase == "meeting" and alone.members.roster.generation == 1
+    assert alone.phase == "meeting" and alone.members.history.roster.generation == 1
     net.start(1), net.start(2)
     net.run(10)
     assert alone.phase == "meeting" and {host for host, _ in places(net.processes[-1])} == {1, 2}
@@ -238,7 +238,7 @@ def test_three_processes_meet_over_sockets(monkeypatch, tmp_path):
 
     first, *others = all_meet(everyone)
     assert [each.host for each in first.members] == [0, 1, 2] and others == [first, first]
-    monkeypatch.setattr(rendezvous, "call", lambda at, *more: None if at[0] == "127.0.0.1" else call(at, *more))
+    monkeypatch.setattr(contacts, "call", lambda at, *more: None if at[0] == "127.0.0.1" else call(at, *more))
     start = time.monotonic()
     second, other = all_meet(everyone[1:])  # the first host is gone
     assert other == second and second.generation == 2 and [each.host for each in second.members] == [1, 2]
@@ -247,13 +247,14 @@ def test_three_processes_meet_over_sockets(monkeypatch, tmp_path):
 
 def test_a_port_that_stays_taken_is_one_error_that_names_the_holder(monkeypatch, tmp_path):
     """And one that is free a moment later is none: an earlier run may be just ending."""
-    monkeypatch.setattr(rendezvous, "PORT_PATIENCE", 0.5)
+    monkeypatch.setattr(contacts, "PORT_PATIENCE", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         it = member(monkeypatch, tmp_path, 0, port)
         with pytest.raises(UserError, match=f"port {port} of 127.0.0.1 is taken by process {os.getpid()} .*--port"):
             it.meet(lambda: False)
-        assert not member(monkeypatch, tmp_path, 0, port).opens_port()
+        it = member(monkeypatch, tmp_path, 0, port)
+        assert not it.contacts.opens_port(it.listener)
         with pytest.raises(OSError, match=f"^{port}: Address already in use, by process {os.getpid()} "):
             host_facts.listen(port, 0.3)
         threading.Timer(0.5, other.close).start()

@@ -5,10 +5,13 @@ Step 9 and train_distributed.py read the same directories, in two stages; what i
 
 import json
 import shutil
+import socket
+import subprocess
+import sys
 
 import pytest
 from checkpoint_runs import SCRIPT, flags_of, write_corpus, write_model
-from launch import MODELS, STEPS, modules_of, start_fork
+from launch import MODELS, STEPS, environment, modules_of, start_fork
 from safetensors.torch import load_file, save_file
 
 with modules_of(9):
@@ -151,3 +154,20 @@ def test_a_first_loss_that_no_step_has_made(folder):
     for job, expected in zip(jobs, (f"read from {huge}: they may be damaged", "the weights were drawn at random")):
         done = job.result()
         check(done.returncode, done.stderr, "error: step 1 has the loss ", "Nothing was trained yet", expected)
+
+
+def test_without_torchrun_one_rank_says_what_all_have(folder, tmp_path):
+    """As under Slurm, MPI and our own agent: nobody ends the others."""
+    (tmp_path / "data.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(2):
+        words = flags_of(folder, "said_once", folder / "good", dataset_name=tmp_path / "data.jsonl", max_steps=2)
+        variables = environment(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
+                                MASTER_PORT=str(port))
+        ranks.append(subprocess.Popen([sys.executable, SCRIPT, *words], env=variables, stderr=subprocess.PIPE, text=True,
+                                      stdout=subprocess.DEVNULL))
+    said = [each.communicate(timeout=120)[1] for each in ranks]
+    assert [each.returncode for each in ranks] == [2, 2], said
+    assert "".join(said).count("error: ") == 1 and "chat template" in said[0] and not said[1], said

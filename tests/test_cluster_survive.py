@@ -37,7 +37,7 @@ def make_members(count: int):
     """Members of one generation, which have agreed to it."""
     made = []
     for rank in range(count):
-        it = types.SimpleNamespace(links=[], token=b"token")
+        it = types.SimpleNamespace(links=[], contacts=types.SimpleNamespace(token=b"token"))
         it.not_reached, it.could_not_reach = [], lambda member, it=it: it.not_reached.append(member.key)
         it.listener = Listener(b"token", functools.partial(Members.answer, it), f"127.0.0.{rank + 1}")
         it.me = Member(f"key {rank}", rank, f"127.0.0.{rank + 1}", 0, it.listener.port, 1)
@@ -153,7 +153,7 @@ def test_a_signal_before_and_after_there_is_something_to_lose(signals, monkeypat
     signals.ready = True
     assert not signals.wait(0.05)
     os.kill(os.getpid(), signal.SIGTERM)
-    assert signals.wait(2) and not codes
+    assert signals.wait(2) and signals.asked == signal.SIGTERM and not codes
     signals.ready = False
     os.kill(os.getpid(), signal.SIGINT)
     assert within(2, lambda: codes == [130]) and "stopped before the training began" in capsys.readouterr().out
@@ -174,11 +174,11 @@ def test_an_agent_learns_what_is_not_to_be_tried_again(monkeypatch, error, code)
 def test_the_agreement_hears_of_newcomers(world_of_one, monkeypatch):
     """Those who call while a generation trains are taken in at a step's end."""
     waiting = []
-    it = StopAgreement(lambda: waiting, types.SimpleNamespace(asked=False, ready=False))
-    assert it.agree() is False and it.has_newcomers is False
+    it = StopAgreement(lambda: waiting, types.SimpleNamespace(asked=0, ready=False))
+    assert it.agree() == 0 and it.has_newcomers is False
     waiting.append("somebody")
-    assert it.agree() is False and it.has_newcomers is True
-    it.signals.asked = True
-    assert it.agree() is True
+    assert it.agree() == 0 and it.has_newcomers is True
+    it.signals.asked = signal.SIGTERM
+    assert it.agree() == signal.SIGTERM
     it.begin()
     assert it.signals.ready

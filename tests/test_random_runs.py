@@ -33,16 +33,18 @@ def check_chain(folder, model, flags, alone, links) -> list:
 
     def run(name: str, ranks: int, changes: dict, *more, env=None):
         words = flags_of(folder, name, folder / "model", **flags | changes)
-        return start_fork(9, ranks, folder / f"out_{name}", SCRIPT, *words, *more, env=env, modules=modules,
+        return start_fork(9, ranks, folder / f"out_{name}", SCRIPT, *words, *more, env=env, modules=modules, check=False,
                           script=ROOT / "tests" / "support" / "checkpoint_runs.py")
 
     one, done, start, resume = run("one", 1, alone), [], 0, []
     for ranks, changes, end, stopped in links:
         env = {} if stopped is None else {"STOP": f"{stopped}:{end - start}:2"}
         done.append(run("many", ranks, changes, *resume, env=env).result())
+        assert done[-1].returncode == (130 if env else 0), done[-1].stderr
         assert (f"stopped after step {end}, as it was told" in done[-1].stdout) == bool(env), done[-1].stdout
         start, resume = end, ["--resume", "auto" if end % 2 else checkpoint(folder, "many", end)]
     done.append(one.result())
+    assert done[-1].returncode == 0, done[-1].stderr
     every, ends = flags["eval_every"] or flags["max_steps"], {end for *_, end, stopped in links if stopped is None}
     for file, names in {"metrics": ("loss", "grad_norm", "learning_rate"), "evaluation": ("evaluation_loss",)}.items():
         one, many = ({row["step"]: row for row in map(json.loads, open(folder / "runs" / name / f"{file}.jsonl"))}

@@ -10,31 +10,25 @@ from same_numbers import Recording
 from same_numbers.__main__ import Comparison, main
 from torch import nn
 
-FOREIGN = {  # of same_numbers/trainers.py, and words of the verdict on its fault
-    "ddp": "whose mean is right: are some summands never averaged",
-    "fsdp2": "the optimizer does not hold 16 of them",
-    "tp": "norm.weight, norm.bias: unlike on ranks that should hold the same, whose sum is right",
-    "fsdp_tp": "does each rank clip by its own norm?",
-    "pipeline": "4 times too large = the number of micro-batches: is the loss divided by their number before",
-    "accelerate": "2 times too small = the number of replicas or of ranks or of micro-batches",
-    "trainer": "count 1.04, 1.61, 0.986, 0.71 times", "by_hand": "2 times too large = the number of replicas",
-    "lora": "weights at the start, base_model.model.blocks.*.up.lora_A.default.weight",
-    "resumed": "what step 2 changed in the weights, though its gradients were right, all 16 parameters",
+FOREIGN = {  # a trainer, its fault and ranks: words of the verdict
+    ("fsdp2", "early", 2): "the optimizer does not hold 29 of them",
+    ("fsdp2", "own_norm", 4): "does each rank clip by its own norm?",
+    ("dtensor", "norms", 2): "norm*.weight, norm.weight: unlike on ranks that should hold the same, whose sum is right",
+    ("accelerate", "twice", 2): "6 times too small = the number of micro-batches",
+    ("trainer", "means", 2): "count 0.939, 1.08, 1.28, 1.56, 0.782, 0.88, 1.01, 1.17, 1.41, 0.741, 0.828, 0.939 times",
+    ("lora", "seeds", 2): "weights at the start, base_model.model.layers.*.q.lora_A.default.weight",
 }
 
 
 @pytest.mark.drawn(2)
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_a_foreign_trainer_is_right_and_its_fault_is_named(kind, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(f"import sys, runpy\nsys.path.append({str(ROOT)!r})\n"
-                      "runpy.run_module('same_numbers.trainers', run_name='__main__')\n")
-    ranks = 4 if kind == "fsdp_tp" else 2
-    runs = [start_fork(0, 1 if name == "one" else ranks, kind, tmp_path / name, *["--fault"] * (name == "wrong"),
-                       script=script) for name in ("one", "right", "wrong")]
+@pytest.mark.parametrize("kind, fault, ranks", FOREIGN)
+def test_a_foreign_trainer_is_right_and_its_fault_is_named(kind, fault, ranks, tmp_path):
+    flags = {"one": (), "right": (), "wrong": ("--fault", fault)}
+    runs = [start_fork(0, 1 if name == "one" else ranks, kind, tmp_path / name, *flags[name],
+                       script=ROOT / "tests" / "support" / "trainers_of_libraries.py") for name in flags]
     [run.result() for run in runs]
     assert verdict(tmp_path, "right") == ""
-    assert FOREIGN[kind] in verdict(tmp_path, "wrong")
+    assert FOREIGN[kind, fault, ranks] in verdict(tmp_path, "wrong")
 
 
 def verdict(folder, many: str) -> str:

@@ -72,6 +72,8 @@ def run(case: Case, steps: int = STEPS_RUN, dtype: str = "float64") -> list[int]
     found = sizes(case.flags)
     tokens = 16 * found.dp_size * found.gradient_accumulation_steps
     flags = (*without(case.flags, ("--max_tokens",)), "--dtype", dtype, "--max_tokens", str(steps * tokens))
+    gc.collect()
+    gc.freeze()  # what is here already, forget_models() need not look at
     try:
         world = train(source(case), case.size, flags).world
     finally:
@@ -117,13 +119,21 @@ def record(case: Case, folder: str) -> None:
     run(case._replace(edits=(*case.edits, *edits)), STEPS_RECORDED)
 
 
+@functools.cache
+def trusted(case: Case) -> tempfile.TemporaryDirectory:
+    """What one process records, once for all faults that share its flags."""
+    folder = tempfile.TemporaryDirectory()
+    record(case, folder.name)
+    return folder
+
+
 def same(case: Case) -> Finding:
     """Compares with the same steps without the fault, in one process."""
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as many:
-        record(Case(case.step, 1, one_process(case.flags), case.besides), one)
+    one = trusted(Case(case.step, 1, one_process(case.flags), case.besides))
+    with tempfile.TemporaryDirectory() as many:
         record(case, many)
-        trusted = same_numbers.Recording(pathlib.Path(one))
-        found = Comparison(trusted, same_numbers.Recording(pathlib.Path(many), trusted.aliases)).found
+        recording = same_numbers.Recording(pathlib.Path(one.name))
+        found = Comparison(recording, same_numbers.Recording(pathlib.Path(many), recording.aliases)).found
     lines = [each["line"] for each in found] or [f"{STEPS_RECORDED} steps are those of one process"]
     return Finding(bool(found), "\n".join(lines))
 

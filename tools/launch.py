@@ -27,7 +27,8 @@ MODELS = [f"transformers.models.{name}.modeling_{name}" for name in  # what step
 sys.path.append(str(ROOT))  # for same_numbers
 sys.path.append(str(ROOT / "tests" / "support"))  # tools that compare with Hugging Face share huggingface.py
 
-PROXIES = {f"{name}_proxy" for name in ("http", "https", "all", "no")}  # a test must not find a way to the Hub
+LEFT_OUT = {  # of the environment: a test must not find a way to the Hub, and ranks should not compile each module anew
+    *(f"{name}_proxy" for name in ("http", "https", "all", "no")), "pythondontwritebytecode"}
 # macOS has no affinity.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 SLOTS = max(4, 2 * CORES // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))  # so many ranks of forked jobs run
@@ -50,7 +51,7 @@ def torchrun(num_processes: int, script, *args) -> list[str]:
 
 def environment(**extra: str) -> dict[str, str]:
     """This process's environment, one thread a rank, no device but the CPU, no Hub and no proxy; plus `extra`."""
-    inherited = {name: value for name, value in os.environ.items() if name.lower() not in PROXIES}
+    inherited = {name: value for name, value in os.environ.items() if name.lower() not in LEFT_OUT}
     return {**inherited, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", **extra}
 
 

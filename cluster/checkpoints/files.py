@@ -115,7 +115,7 @@ def write_small(folder: str, small: dict[str, bytes], merged: dict) -> dict[str,
     return {name: write(os.path.join(folder, name), content) for name, content in small.items()}
 
 
-def join_files(folder: str, names: list[str], joined: str) -> None:
+def copy_into_one(folder: str, names: list[str], joined: str) -> None:
     """Copies the tensors of several safetensors files of a folder into one. Raises OSError."""
     tensors = {}
     for name in names:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from checkpoints.files import (
-    ADAPTER, ADAPTER_CONFIG, KINDS, STATE, TensorFile, forget_older, join_files, merge, name_of_step, set_latest,
+    ADAPTER, ADAPTER_CONFIG, KINDS, STATE, TensorFile, copy_into_one, forget_older, merge, name_of_step, set_latest,
     write_small, write_state,
 )
 from models.names import as_files_have_it, name_function, trained_alone
@@ -182,12 +182,12 @@ class Checkpointer:
             saved = [(shard, parts, as_files_have_it(self.stage.model, shard.name, kind))
                      for shard, parts in zip(own, parts_over(self.tp_group, own))]
             for shard, parts, convert in saved:
-                entries |= convert(join(shard, parts))
+                entries |= convert(put_together(shard, parts))
             if self.grid.tp_rank == 0:
                 files[name] = TensorFile(os.path.join(folder, name), entries)
             for shard, parts, convert in saved:
                 parts = collect(shard, parts, self.tp_group)
-                for value in convert(join(shard, parts)).values() if name in files else ():
+                for value in convert(put_together(shard, parts)).values() if name in files else ():
                     files[name].write(value)
             part[f"{kind}_map"] = dict.fromkeys(entries, name)
             if kind == "model":
@@ -209,7 +209,7 @@ class Checkpointer:
             if disks.leads:
                 merged["files"] |= write_small(folder, self.small, merged)
                 if has_adapters and disks.mine == disks.home:
-                    join_files(folder, [name for name in merged["files"] if name.startswith("adapter-")], ADAPTER)
+                    copy_into_one(folder, [name for name in merged["files"] if name.startswith("adapter-")], ADAPTER)
                 write_state(os.path.join(folder, STATE), state)
                 sync_folder(folder)
                 shutil.rmtree(final, ignore_errors=True)
@@ -263,7 +263,7 @@ def collect(shard: Shard, parts: list[torch.Tensor], group: dist.ProcessGroup | 
     return parts
 
 
-def join(shard: Shard, parts: list[torch.Tensor]) -> torch.Tensor:
+def put_together(shard: Shard, parts: list[torch.Tensor]) -> torch.Tensor:
     """The whole tensor."""
     if len(parts) == 1:
         return parts[0]

@@ -3,12 +3,11 @@
 The agent has no contact with other hosts. The processes find each other by what ELASTIC_RUN tells them, and decide
 among themselves who takes part, so that those that are left go on in place when one is lost:
 
-    a process ends with exit code 0 ---> it is done; the agent ends with 0 when all of them are
-    with 2, an error of the user's ----> the agent ends with 2, and with it the run
-    otherwise -------------------------> this process alone is started anew; if that never helps, the agent ends with 1
+    a process ends with DONE -------> the agent ends with it, too, when all of them are
+    with USER_ERROR ----------------> the agent ends with it, and with it the run
+    otherwise, also by a signal ----> this process alone is started anew; if that never helps, the agent ends: FAILED
 
-With 3 it has met what its machine alone lacks, as memory or a disk with room: it then also counts as one that starting
-anew does not help where it took part for a while.
+See exits.py.
 """
 
 import ctypes
@@ -20,11 +19,12 @@ import sys
 import time
 from collections.abc import Callable
 
+import exits
+
 PAUSE = 1.0  # seconds between the end of a process and its next start
-OF_THIS_MACHINE = 3  # exit code
 SETTLED, FAILURES = 20.0, 5  # a process that ends sooner, in seconds, more often than this in a row is given up
 SETTLED_ALONE = 3600.0  # instead of SETTLED where it ends by what its machine lacks, or is killed, as for memory
-USER_ERROR = re.compile(r"^process \d+ of this host has ended with exit code 2$")
+HAS_USER_ERROR = re.compile(rf"^process \d+ of this host has ended with exit code {exits.USER_ERROR}$")
 NO_RANK = "--elastic needs cluster/train_distributed.py, which meets the other hosts by itself"
 SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 
@@ -58,18 +58,18 @@ class Agent:
                 self.processes[rank] = subprocess.Popen(
                     self.words, stdin=subprocess.DEVNULL, env={**self.variables, "LOCAL_RANK": str(rank)},
                     preexec_fn=ends_with_parent(signal.SIGKILL))
-        if all(process and process.returncode == 0 for process in self.processes):
-            self.returncode = 0
+        if all(process and process.returncode == exits.DONE for process in self.processes):
+            self.returncode = exits.DONE
         return self.returncode
 
     def has_failed(self, rank: int, code: int, now: float) -> None:
-        settled = SETTLED_ALONE if code in (OF_THIS_MACHINE, -signal.SIGKILL) else SETTLED
+        settled = SETTLED_ALONE if exits.as_shell(code) in (exits.OF_THIS_MACHINE, exits.KILLED) else SETTLED
         self.failures[rank] = self.failures[rank] + 1 if now - self.started[rank] < settled else 0
         self.processes[rank], self.started[rank], then = None, now + PAUSE, ": it is started anew"
-        if code == 2:
-            self.returncode, then = 2, ""
+        if code == exits.USER_ERROR:
+            self.returncode, then = code, ""
         elif self.failures[rank] > FAILURES:
-            self.returncode = 1
+            self.returncode = exits.FAILED
             then = f", {self.failures[rank]} times in a row within {settled:g} s: it is not started again"
         how = f"with exit code {code}" if code > 0 else f"by signal {-code}"
         print(f"process {rank} of this host has ended {how}{then}", flush=True)

@@ -25,14 +25,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
+import exits
 from check_hosts import Contact
 from elastic import RETRY, Elastic
 from host_facts import MARK, print_rows
-from host_run import BEGUN, ROOT, UNHEARD, watch, without_secrets
-from inventory import Host, UserError
+from host_run import BEGUN, ROOT, watch, without_secrets
+from inventory import NOT_STARTED, OF_SSH, Host, UserError
 from remote_run import NEVER, Launch, Run, far_end, say
 
-NO_PART, KILLED, STOPPED = 76, 137, 143  # exit codes: of a follower; of a daemon, the last if it was asked to end
 NOTHING = "no part of the run is there"
 LAST = 20  # lines that a follower begins with
 
@@ -58,7 +58,7 @@ def exit_code(folder: pathlib.Path) -> int:
     """Of a daemon that has ended. One that was killed, or whose machine was switched off, has left none."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         return int((folder / "code").read_text())
-    return KILLED
+    return exits.KILLED
 
 
 def last_lines(file: BinaryIO) -> list[bytes]:
@@ -130,7 +130,7 @@ def answer(question: dict) -> int:
     folder, state = max(jobs, key=lambda folder: (alive[folder], jobs[folder]["started"]), default=None), {}
     if question["ask"] == "follow":
         is_there = folder and (is_alive(folder) or not question["again"])
-        return watch(Follower(folder)) if is_there else NO_PART
+        return watch(Follower(folder)) if is_there else exits.NO_PART
     if folder:
         with open(folder / "output", "rb") as file:
             lines = [line.decode(errors="replace").rstrip() for line in last_lines(file)]
@@ -138,7 +138,7 @@ def answer(question: dict) -> int:
         if question["ask"] == "stop" and state["is_alive"]:
             os.kill(int((folder / "pid").read_text()), signal.SIGTERM)
     print(MARK + json.dumps(state), flush=True)
-    return 0
+    return exits.DONE
 
 
 # At the near end, where the user types.
@@ -160,7 +160,7 @@ def ask_all(hosts: list[Host], what: str, jobs: dict[str, dict] | None = None) -
 
 
 def ending(code: int) -> str:
-    return {KILLED: "was killed", STOPPED: "was stopped"}.get(code, f"has ended with code {code}")
+    return {exits.KILLED: "was killed", exits.STOPPED: "was stopped"}.get(code, f"has ended with code {code}")
 
 
 def newest(parts: dict[str, dict]) -> dict | None:
@@ -182,7 +182,7 @@ def status(hosts: list[Host], path: str) -> int:
                        f"runs since {since}" if part["is_alive"] else ending(part["code"]), *part["last"][-1:]]
         table.append(row)
     print_rows(table)
-    return 0
+    return exits.DONE
 
 
 class Follow(Launch):
@@ -203,7 +203,7 @@ class Follow(Launch):
         if now >= self.stop_at:
             return
         label = run.host.label
-        is_away = run.code in (255, NO_PART, UNHEARD, 126, 127) or run.code < 0
+        is_away = run.code in (OF_SSH, exits.NO_PART, exits.UNHEARD, *NOT_STARTED) or run.code < 0
         if not is_away:
             self.ends[label] = run
             self.away.pop(label, None)
@@ -213,7 +213,7 @@ class Follow(Launch):
             if why != self.away.get(label):
                 say(f"{label}: {why}")
             self.away[label] = why
-        may_begin = is_away or self.is_elastic and run.code == KILLED
+        may_begin = is_away or self.is_elastic and run.code == exits.KILLED
         self.try_at[label] = now + RETRY if may_begin else NEVER
 
     def look_around(self, now: float) -> None:
@@ -223,12 +223,12 @@ class Follow(Launch):
             self.ends.pop(label, None)
             self.away.pop(label, None)
         codes = {run.code for run in self.ends.values()}
-        is_known = not self.is_elastic or codes & {0, STOPPED} or set(self.away.values()) <= {NOTHING}
+        is_known = not self.is_elastic or codes & {exits.DONE, exits.STOPPED} or set(self.away.values()) <= {NOTHING}
         if codes and len(self.ends) + len(self.away) == len(self.hosts) and is_known:
             self.is_over = True
-            if not self.is_elastic or 0 not in codes:  # an elastic run goes on without those that have failed
-                self.failed = [run for run in self.ends.values() if run.code not in (0, STOPPED)]
-            self.stop(now, STOPPED if STOPPED in codes else 0)
+            if not self.is_elastic or exits.DONE not in codes:  # an elastic run goes on without those that have failed
+                self.failed = [run for run in self.ends.values() if run.code not in (exits.DONE, exits.STOPPED)]
+            self.stop(now, exits.STOPPED if exits.STOPPED in codes else exits.DONE)
             for run in self.running.values():  # those that are out of reach
                 run.process.kill()
         else:
@@ -252,7 +252,7 @@ def detach(hosts: list[Host], path: str, elastic: tuple[int, int] | None, env: d
     if len(hosts) - len(away) < (elastic[0] if elastic else len(hosts)):
         raise UserError(f"nothing is started, since hosts are missing: {'; '.join(away)}")
     has_part = [label for label, part in found.items() if "job" in part and part["job"]["id"] == run["id"]
-                and (part["is_alive"] or part["code"] == 0)]
+                and (part["is_alive"] or part["code"] == exits.DONE)]
     missing = [host for host in hosts if host.label not in has_part and "away" not in found[host.label]]
     missing = missing[:max(0, elastic[1] - len(has_part))] if elastic else missing
     for label, part in ask_all(missing, "start", {host.label: job(hosts, host) for host in missing}).items():
@@ -265,7 +265,7 @@ def detach(hosts: list[Host], path: str, elastic: tuple[int, int] | None, env: d
     say(f"the run {run['id'][:8]} goes on by itself on {', '.join(has_part + [host.label for host in missing])}, with "
         f"its output in logs/launches/{run['id']}/ there")
     say(f"launch_cluster.sh {path} --attach shows what it prints, --status how it is; --stop lets it save and ends it")
-    return 0
+    return exits.DONE
 
 
 def attach(hosts: list[Host], path: str) -> int:
@@ -280,7 +280,7 @@ def attach(hosts: list[Host], path: str) -> int:
 
 
 def stop(hosts: list[Host], path: str) -> int:
-    """Asks the newest parts to end, and waits for that. The exit code is 1 where a host is out of reach."""
+    """Asks the newest parts to end, and waits for that. FAILED where a host is out of reach."""
     parts = ask_all(hosts, "stop")
     away = [label for label, part in parts.items() if "away" in part]
     if run := newest(alive := {label: part for label, part in parts.items() if part.get("is_alive")}):
@@ -291,7 +291,7 @@ def stop(hosts: list[Host], path: str) -> int:
             return code
         away += follow.away
     say(f"out of reach, where it may go on: {', '.join(away)}" if away else "no part of a run is alive any more")
-    return 1 if away else 0
+    return exits.FAILED if away else exits.DONE
 
 
 if __name__ == "__main__":

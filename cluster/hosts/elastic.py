@@ -16,9 +16,10 @@ import re
 import time
 from collections.abc import Callable
 
-from agent import USER_ERROR
-from host_run import BEGUN, UNHEARD
-from inventory import Host, UserError, read_hosts, require_elastic
+import exits
+from agent import HAS_USER_ERROR
+from host_run import BEGUN
+from inventory import OF_SSH, Host, UserError, read_hosts, require_elastic
 from remote_run import NEVER, Launch, Run, say
 
 RETRY = 2.0  # seconds between two attempts to reach a host
@@ -37,22 +38,22 @@ def ended_because(run: Run) -> tuple[str, str]:
     "lost": the host is gone, or only its connection or its agent. "script": an error of the user's. "setup": the script
     can't be started there, or does not stop failing.
     """
-    if run.code == 255:
+    if run.code == OF_SSH:
         name, cure = run.host.explain(run.code, "\n".join(run.last))
         said = next((line for line in reversed(run.last) if SSH_SAYS.match(line)), "its ssh has ended")
         return "lost", said if name == "unreachable host" else f"{name}: {cure}"
-    if run.code > 128 or run.code < 0:
-        return "lost", f"{'its part' if run.code > 0 else 'ssh'} was ended by signal {abs(run.code) % 128}"
-    if run.code == UNHEARD:
+    if (number := exits.as_shell(run.code) - exits.after(0)) > 0:
+        return "lost", f"{'its part' if run.code > 0 else 'ssh'} was ended by signal {number}"
+    if run.code == exits.UNHEARD:
         return "lost", "it did not hear this machine any more"
-    return "script" if run.has_begun and run.code == 2 else "setup", ""
+    return "script" if run.has_begun and run.code == exits.USER_ERROR else "setup", ""
 
 
 class Elastic(Launch):
     """The hosts of an elastic run and their states. A host that was lost is `tried` until its part begins again. One
     whose part can't be started is tried at NEVER, until its line in hosts.txt changes."""
 
-    alarm = re.compile(f"{BEGUN.pattern}|{USER_ERROR.pattern}")
+    alarm = re.compile(f"{BEGUN.pattern}|{HAS_USER_ERROR.pattern}")
 
     def __init__(self, path: str, hosts: list[Host], at_least: int, at_most: int, make_job: Callable):
         super().__init__(hosts, make_job)
@@ -69,7 +70,7 @@ class Elastic(Launch):
             say(f"{run.host.label} answers: its part of the run starts")
 
     def ended(self, run: Run, now: float) -> None:
-        if run.code == 0:
+        if run.code == exits.DONE:
             self.is_done = True  # an agent ends well when the processes of all have
             for label in self.tried & self.running.keys():
                 self.running[label].process.kill()
@@ -126,7 +127,7 @@ class Elastic(Launch):
             self.enough_at = now
         elif now > self.enough_at + WAIT:
             say(f"fewer than {count(self.at_least)} for {WAIT:g} seconds, so the run ends: {AGAIN}")
-            self.stop(now, 1, is_quiet=True)
+            self.stop(now, exits.FAILED, is_quiet=True)
 
     def read_again(self) -> None:
         """Takes over what has changed in hosts.txt. A file that makes no sense changes nothing."""

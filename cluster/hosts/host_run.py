@@ -27,11 +27,12 @@ import tempfile
 import threading
 import time
 
+import exits
 from agent import Agent, ends_with_parent
 from host_facts import HOME, PORT_PATIENCE, STOPS_WITHIN, listen, run_interface, usable_cores
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # this host's copy of the project
-SILENCE, UNHEARD = 15, 75  # seconds, where the launcher sends two heartbeats a second; and then the exit code
+SILENCE = 15  # seconds, where the launcher sends two heartbeats a second
 PATIENCE = 12  # seconds between asking a process to end and ending it, besides those that a training needs
 SAYS = 5  # seconds between two lines about what is waited for: the launcher takes a silent host as out of reach
 TORCHRUN_PATIENCE = "900"  # seconds that torchrun itself waits, longer than this module
@@ -134,7 +135,7 @@ def end_all(mark: str, patience: float = PATIENCE, file: str | None = None) -> N
 
 def watch(child, has_launcher: bool = True) -> int:
     """The exit code of the child, a Popen or what has its poll() and returncode, or that of a signal that came, as a
-    shell gives it; 1 where the launcher is gone, UNHEARD where the way to it is."""
+    shell gives it; FAILED where the launcher is gone, UNHEARD where the way to it is."""
     stopped = []
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda number, frame: stopped.append(number))
@@ -144,14 +145,14 @@ def watch(child, has_launcher: bool = True) -> int:
             time.sleep(0.1)
         elif select.select([0], [], [], 0.1)[0]:
             if not (data := os.read(0, 1 << 16)):
-                return 1  # the launcher has closed the input, or has ended itself
+                return exits.FAILED  # the launcher has closed the input, or has ended itself
             unread = send_on(getattr(child, "typed", None), unread + data)
             heard = time.monotonic()
         if has_launcher and time.monotonic() > heard + SILENCE:
-            return UNHEARD
+            return exits.UNHEARD
     if stopped:  # this machine is shut down, say
-        return 128 + stopped[0]
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+        return exits.after(stopped[0])
+    return exits.as_shell(child.returncode)
 
 
 def run(job: dict) -> int:
@@ -161,14 +162,14 @@ def run(job: dict) -> int:
     except OSError as error:
         print(f"error: the interface towards {job['peer']} can't be found ({error}): give this host an iface= in the "
               "hosts file", file=sys.stderr)
-        return 2
+        return exits.USER_ERROR
     end_all(job["mark"], PATIENCE / 4)  # what an earlier connection of this run has left
     if job["node_rank"] == 0 and "elastic" not in job:
         try:
             listen(job["master_port"], PORT_PATIENCE).close()
         except OSError as error:
             print(f"error: port {error}: end that, or give launch_cluster.sh another --port", file=sys.stderr)
-            return 2
+            return exits.USER_ERROR
     variables = environment(job)
     processes = f"{job['nproc']} process{'es' * (job['nproc'] > 1)}"
     print(f"{processes} with OMP_NUM_THREADS={variables['OMP_NUM_THREADS']} each, {usable_cores():g} usable cores",
@@ -191,7 +192,7 @@ def main() -> int:
     if sys.platform != "linux":
         print(f"error: this host runs {sys.platform}, but only on Linux can all processes be ended with the run: type "
               "its torchrun line by hand (Windows: use WSL)", file=sys.stderr)
-        return 2
+        return exits.USER_ERROR
     os.chdir(ROOT)
     line = sys.stdin.readline()
     job = json.loads(line)

@@ -39,6 +39,7 @@ SSH_FAILURES = (  # what ssh says, what it means, what to do
     ("Connection refused", "unreachable host", "it is there, but no ssh server at this port: start sshd, or port=N"),
     ("", "unreachable host", "switch it on, look at cable and network, try: ssh{to} true"),
 )
+NOT_STARTED, OF_SSH = (126, 127), 255  # exit codes: a shell's, of what it can't start; ssh's own
 WARNING = ("warning: --sudo_pass is ignored, nothing here needs it; never write a password on a command line. What "
            "started this still shows it to ps, and your shell's history has it: change that password")
 
@@ -86,9 +87,9 @@ class Host:
 
     def explain(self, code: int, said: str) -> tuple[str, str] | None:
         """(what is wrong, what to do) where the exit code of ssh() says that the words did not even start there."""
-        if code in (126, 127):
+        if code in NOT_STARTED:
             return "no Python", f"can't start {self.python} there: give this host a python="
-        if code != 255:  # 255 is ssh's own
+        if code != OF_SSH:
             return None
         name, cure = next((name, cure) for text, name, cure in SSH_FAILURES if text in said)
         return name, cure.format(to=f" -p {self.port} {self.to}" if self.port else f" {self.to}")

@@ -16,6 +16,7 @@ import time
 import uuid
 
 import detached
+import exits
 import inventory
 from elastic import Elastic
 from host_facts import PROJECT
@@ -107,14 +108,14 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
     if args.elastic:
         require_elastic(hosts, args.hosts)
     if args.install and not install(hosts, ROOT, PROJECT, dict(args.env)):
-        return 1
+        return exits.FAILED
     if args.check:
         from check_hosts import check
 
         if not check(hosts, args.port):
-            return 1
+            return exits.FAILED
     if not command:
-        return 0
+        return exits.DONE
     threads = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
     run = {"id": uuid.uuid4().hex, "token": secrets.token_hex(), "hosts": [], "started": time.time(), "port": args.port,
            "environment": {**threads, **dict(args.env)}, "command": command, "is_detached": args.what == "detach"}
@@ -131,7 +132,7 @@ def main() -> int:
         return launch(*parse_args())
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return exits.USER_ERROR
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from agent import USER_ERROR
+import exits
+from agent import HAS_USER_ERROR
 from host_facts import ASKS
 from host_run import BEGUN
 from inventory import Host
@@ -26,7 +27,7 @@ HEARTBEAT = 0.5  # seconds at most between two of them
 GRACE = 3  # seconds from the first failure until the others are stopped: whose fault was it?
 NEVER = float("inf")
 STOP = 20  # seconds without a line from a host that was told to stop, until ssh itself is ended: it is out of reach
-PROCESS_ENDED = re.compile(f"torch/distributed/elastic.*exitcode|{USER_ERROR.pattern}")  # after that it's of no use
+PROCESS_ENDED = re.compile(f"torch/distributed/elastic.*exitcode|{HAS_USER_ERROR.pattern}")  # what follows is no use
 LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited|Connection refused")
 # Stack traces of torch's stores, with the empty lines in between.
 STORE_TRACE = re.compile(r"^frame #\d+: |^<omitting python frames>|^Exception raised from \w+ at /|"
@@ -121,7 +122,7 @@ class Launch:
         self.events, self.running = queue.SimpleQueue(), {}
         self.try_at: dict[str, float] = {}  # when a host that does not run may be started; without it at any time
         self.tried: set[str] = set()  # were started again, and have not begun yet
-        self.failed, self.is_quiet, self.code, self.stop_at = [], False, 0, NEVER
+        self.failed, self.is_quiet, self.code, self.stop_at = [], False, exits.DONE, NEVER
 
     def start(self, is_again: bool = True) -> None:
         """Starts hosts that do not run, first those that have waited longest. `is_again`: they print nothing yet."""
@@ -147,7 +148,7 @@ class Launch:
             elif isinstance(event, tuple):
                 self.heard(*event, now)
             elif event:
-                self.stop(now, 128 + event)
+                self.stop(now, exits.after(event))
             self.look_around(now)
             for run in self.running.values():
                 if now < self.stop_at:
@@ -167,7 +168,7 @@ class Launch:
         """The others are stopped a little later, since the host that fails first need not be the one that says why."""
         if now < self.stop_at:  # what ends later was told to
             self.failed.append(run)
-            self.stop(now + GRACE, 1, is_quiet=True)
+            self.stop(now + GRACE, exits.FAILED, is_quiet=True)
 
     def ended(self, run: Run, now: float) -> None:
         if run.code:
@@ -201,4 +202,4 @@ class Launch:
             say(": ".join(explained))
         say("its last lines:" if lines else "it printed nothing")
         print("".join(f"    {line}\n" for line in lines[:end][-12:]), end="", file=sys.stderr)
-        return run.code if run.code > 0 else 128 - run.code
+        return exits.as_shell(run.code)

@@ -30,8 +30,8 @@ from utils import UserError
 ATTENTION = "get_mask_sizes"  # what only a cache's layers of attention have
 
 
-class Writer:
-    """Writes with this rank's stage. `drawing`: what GenerationConfig takes, of how the next token is drawn.
+class DividedModel:
+    """Generates text with this rank's stage. `drawing`: what GenerationConfig takes, of how the next token is drawn.
 
     `group`: of all ranks on the CPU, for the ids; ranks wait in it for as long as a user thinks. Prompt k's tokens are
     drawn by `seed` + k, so they do not depend on the other prompts. All ranks make one together. Raises UserError.
@@ -60,7 +60,7 @@ class Writer:
         return cache
 
     @torch.no_grad()
-    def write(self, prompts: list[list[int]], max_new_tokens: int, show: Callable[[int, int], None]) -> None:
+    def generate(self, prompts: list[list[int]], max_new_tokens: int, show: Callable[[int, int], None]) -> None:
         """Calls show(k, id) on all ranks for each token that follows a prompt, in the same order. Collective.
 
         `prompts`: the ids of each, the same on all ranks. A prompt is over after max_new_tokens, or an end of the text.

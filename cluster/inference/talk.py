@@ -16,7 +16,7 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from hosts.host_facts import ASKS
 from inference.make_stage import make_stage
-from inference.stages import Writer
+from inference.stages import DividedModel
 from inference.whole import WholeModel
 from ranks.join import meet
 from ranks.lost import FOREVER, is_lost_peer
@@ -28,21 +28,21 @@ PATIENCE = 15  # seconds without an answer of a rank's system, after which it co
 Talk = list[dict[str, str]]  # messages, as a chat template takes them
 
 
-def write_all(args) -> None:
+def generate_all(args) -> None:
     """What generate.py does. Collective. Raises UserError, also where another rank is lost."""
     device, _ = meet(args)
     settings = drawing(args), args.seed, dist.new_group(backend="gloo", timeout=FOREVER)
     if dist.get_world_size() == 1:
-        writer = WholeModel(args, device, *settings)
-        model, tokenizer = writer.model, writer.tokenizer
+        generator = WholeModel(args, device, *settings)
+        model, tokenizer = generator.model, generator.tokenizer
     else:
         stage, tokenizer = make_stage(args, device)
-        model, writer = stage.model, Writer(stage, device, *settings)
+        model, generator = stage.model, DividedModel(stage, device, *settings)
         watch_peers()
-    writer.drawing["eos_token_id"] = ends(model, tokenizer)
-    asked = talks(args, writer.config, tokenizer)
+    generator.drawing["eos_token_id"] = ends(model, tokenizer)
+    asked = talks(args, generator.config, tokenizer)
     try:
-        while write(args, writer, tokenizer, asked):
+        while generate(args, generator, tokenizer, asked):
             pass
     except RuntimeError as error:
         if not is_lost_peer(error):
@@ -54,14 +54,14 @@ def write_all(args) -> None:
     dist.destroy_process_group()
 
 
-def write(args, writer: Writer | WholeModel, tokenizer, asked: Iterator) -> bool:
+def generate(args, generator: DividedModel | WholeModel, tokenizer, asked: Iterator) -> bool:
     """Goes on with the next of the talks() that are `asked` on home_rank(), which prints one token by token, and
     several at the end. False where there are no more. Collective. Raises UserError, on all ranks, as talks() does."""
     from transformers import TextStreamer
 
-    with pgm.together(writer.group):
+    with pgm.together(generator.group):
         now, *box = next(asked, ([], [])) if is_home() else ([], [])
-    dist.broadcast_object_list(box, home_rank(), group=writer.group)
+    dist.broadcast_object_list(box, home_rank(), group=generator.group)
     start, prompts, new = time.perf_counter(), box[0], [[] for _ in box[0]]
     stream = TextStreamer(tokenizer, args.chat, skip_special_tokens=True) if len(now) == 1 else None
 
@@ -72,7 +72,7 @@ def write(args, writer: Writer | WholeModel, tokenizer, asked: Iterator) -> bool
 
     if stream:
         stream.put(torch.tensor(prompts[0]))
-    writer.write(prompts, args.max_new_tokens, show)
+    generator.generate(prompts, args.max_new_tokens, show)
     if stream:
         stream.end()
     if now and not args.chat and dist.get_world_size() > 1:

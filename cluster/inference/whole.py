@@ -14,7 +14,7 @@ from utils import UserError
 
 
 class WholeModel:
-    """Writes as stages.Writer does. `tokenizer`: the one beside the weights, or the adapter. Raises UserError."""
+    """As stages.DividedModel. `tokenizer`: the one beside the weights, or the adapter. Raises UserError."""
 
     def __init__(self, args, device: torch.device, drawing: dict, seed: int, group: dist.ProcessGroup):
         from transformers import AutoModelForCausalLM
@@ -39,7 +39,7 @@ class WholeModel:
         self.drawing, self.seed, self.group = drawing, seed, group
         torch.manual_seed(seed)
 
-    def write(self, prompts: list[list[int]], max_new_tokens: int, show) -> None:
+    def generate(self, prompts: list[list[int]], max_new_tokens: int, show) -> None:
         has_beams = (self.model.generation_config.num_beams or 1) > 1  # of which no token is known before the end
         for k, ids in enumerate(prompts):
             if k:

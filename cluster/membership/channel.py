@@ -3,11 +3,15 @@
 Who connects has to know the run's token, and who answers, too: each side answers a challenge of the other one by an
 HMAC, as multiprocessing.connection does it, so that the token itself never travels. What is said then is JSON, so
 nothing that comes in is ever unpickled. The answers depend on the address and the port of the listener, so who listens
-at another one can't pass on to a listener what it is asked itself.
+at another one can't pass on to a listener what it is asked itself. And who stands between two processes can't change a
+message, repeat it, or send it elsewhere: each carries an HMAC by a key of this connection and direction, over its
+number.
 """
 
 import contextlib
+import hmac
 import json
+import secrets
 import socket
 import threading
 import time
@@ -18,10 +22,58 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from ranks.sockets import set_limit
 
 LIMIT, AT_ONCE = 1 << 20, 256  # bytes of a message; connections that a listener serves at the same time
+DIGEST, SIZE = "sha256", 32  # of an HMAC, and its bytes
 NO_ANSWER = OSError, EOFError, ValueError, AuthenticationError
 
 
-def authenticated(sock: socket.socket, token: bytes, is_client: bool, seconds: float) -> Connection:
+def mark(key: bytes, number: int, data: bytes) -> bytes:
+    """What precedes message `number` of a connection."""
+    return hmac.digest(key, number.to_bytes(8, "big") + data, DIGEST)
+
+
+class Channel:
+    """A connection whose messages are known to be the other end's, each once and in order. `key`: what both ends know.
+
+    The keys of its two directions depend on a number that each end draws, so no other connection has them.
+    """
+
+    def __init__(self, connection: Connection, key: bytes, is_client: bool):
+        self.connection, self.fileno, self.close = connection, connection.fileno, connection.close
+        self.is_kept, own = False, secrets.token_bytes(SIZE)  # `is_kept`: a Listener leaves it open
+        connection.send_bytes(own)
+        other = connection.recv_bytes(SIZE)
+        drawn = own + other if is_client else other + own
+        keys = [hmac.digest(key, drawn + end, DIGEST) for end in (b"client", b"listener")]
+        self.own, self.others = keys if is_client else reversed(keys)
+        self.sent = self.received = 0
+
+    def __enter__(self) -> "Channel":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if not self.is_kept:
+            self.close()
+
+    @property
+    def closed(self) -> bool:
+        return self.connection.closed
+
+    def send_bytes(self, data: bytes) -> None:
+        self.connection.send_bytes(mark(self.own, self.sent, data) + data)
+        self.sent += 1
+
+    def recv_bytes(self) -> bytes:
+        """Raises AuthenticationError, and closes the connection, for what is not the next message of the other end."""
+        message = self.connection.recv_bytes(LIMIT)
+        data = message[SIZE:]
+        if not hmac.compare_digest(message[:SIZE], mark(self.others, self.received, data)):
+            self.close()
+            raise AuthenticationError(f"message {self.received} was changed, repeated or moved on the way")
+        self.received += 1
+        return data
+
+
+def authenticated(sock: socket.socket, token: bytes, is_client: bool, seconds: float) -> Channel:
     """A connection to a process that knows the token. Each read and write takes `seconds` at most.
 
     Raises one of NO_ANSWER.
@@ -34,43 +86,35 @@ def authenticated(sock: socket.socket, token: bytes, is_client: bool, seconds: f
     try:
         for ask in (answer_challenge, deliver_challenge) if is_client else (deliver_challenge, answer_challenge):
             ask(connection, key)
+        return Channel(connection, key, is_client)
     except NO_ANSWER:
         connection.close()
         raise
-    return connection
 
 
-def send(connection: Connection, message) -> None:
-    connection.send_bytes(json.dumps(message).encode())
-
-
-def receive(connection: Connection):
-    return json.loads(connection.recv_bytes(LIMIT))
-
-
-def connect(address: tuple[str, int], token: bytes, message) -> tuple[Connection, dict]:
+def connect(address: tuple[str, int], token: bytes, message) -> tuple[Channel, dict]:
     """The connection to a listener, and its answer to the message. Raises one of NO_ANSWER."""
-    connection = authenticated(socket.create_connection(address, timeout=1.0), token, True, 1.0)
+    channel = authenticated(socket.create_connection(address, timeout=1.0), token, True, 1.0)
     try:
-        send(connection, message)
-        return connection, receive(connection)
+        channel.send_bytes(json.dumps(message).encode())
+        return channel, json.loads(channel.recv_bytes())
     except NO_ANSWER:
-        connection.close()
+        channel.close()
         raise
 
 
 def call(address: tuple[str, int], token: bytes, message) -> dict | None:
     """The answer of the process at that address; None where none that knows the token answers in time."""
     with contextlib.suppress(*NO_ANSWER):
-        connection, answer = connect(address, token, message)
-        connection.close()
+        channel, answer = connect(address, token, message)
+        channel.close()
         return answer
 
 
 class Listener:
-    """Listens on a port of its own, `port`, and sends back what `answer(message, connection)` returns to each message.
+    """Listens on a port of its own, `port`, and sends back what `answer(message, channel)` returns to each message.
 
-    Then it closes the connection, unless answer() has copied it.
+    Then it closes the connection, unless answer() has set channel.is_kept.
     """
 
     def __init__(self, token: bytes, answer: Callable, address: str):
@@ -97,7 +141,7 @@ class Listener:
 
     def serve(self, sock: socket.socket) -> None:
         try:
-            with contextlib.suppress(*NO_ANSWER), authenticated(sock, self.token, False, 2.0) as connection:
-                send(connection, self.answer(receive(connection), connection))
+            with contextlib.suppress(*NO_ANSWER), authenticated(sock, self.token, False, 2.0) as channel:
+                channel.send_bytes(json.dumps(self.answer(json.loads(channel.recv_bytes()), channel)).encode())
         finally:
             self.places.release()

@@ -17,7 +17,8 @@ import time
 import torch.distributed as dist
 
 import process_group_manager as pgm
-from membership.channel import NO_ANSWER, connect
+from hosts import exits
+from membership.channel import NO_ANSWER, AuthenticationError, Channel, connect
 from membership.rendezvous import Members
 from membership.roster import Member
 from ranks.lost import MembershipChanged
@@ -47,12 +48,12 @@ class FailureDetector:
             raise
         self.thread.start()
 
-    def link_to(self, member: Member, deadline: float) -> multiprocessing.connection.Connection:
+    def link_to(self, member: Member, deadline: float) -> Channel:
         """The connection to a member, as soon as it has agreed to this generation, too."""
         message = {"kind": "link", "secret": self.members.next.secret}
         while True:
             try:
-                link, answer = connect(member.endpoint, self.members.token, message)
+                link, answer = connect(member.endpoint, self.members.contacts.token, message)
                 set_probes(link.fileno())
             except NO_ANSWER as error:
                 if isinstance(error, socket.gaierror) and time.monotonic() < deadline:  # its name, for a moment
@@ -77,7 +78,7 @@ class FailureDetector:
             self.shut()
             self.ended.wait(BEAT / 5)
             if time.monotonic() > given_up_at:  # gloo waits for a connection that the lost one was to open
-                os._exit(1)
+                os._exit(exits.FAILED)
 
     def shut(self) -> None:
         """Ends what waits in a group of this generation."""
@@ -105,8 +106,9 @@ class FailureDetector:
         self.members.links.clear()
 
 
-def how_it_ended(link) -> str:
+def how_it_ended(link: Channel) -> str:
     """What is to be said of the member at the other end of a connection that can be read."""
-    with contextlib.suppress(*NO_ANSWER):
+    try:
         return "has lost another process" if link.recv_bytes() == b"left" else "is lost"
-    return "is lost"
+    except NO_ANSWER as error:
+        return f"is lost: {error}" if isinstance(error, AuthenticationError) else "is lost"

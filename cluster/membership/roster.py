@@ -1,6 +1,12 @@
-"""The processes of a generation, which of them may go on without the others, and those that call to take part."""
+"""The processes of a generation, which of them may go on without the others, and what each knows of generations."""
 
+import contextlib
 import dataclasses
+import glob
+import json
+import os
+
+from ranks.files import replace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +74,48 @@ def since_last(rosters: list[Roster]) -> tuple[Roster | None, list[Roster]]:
     return last, [each for each in rosters if last is None or each.generation > last.generation]
 
 
+class History:
+    """What a process knows of its run's generations. Its host keeps that on its disk, for processes that start anew.
+
+    `roster`: of the generation that it belongs to, or belonged to. `agreed`: later ones, which may have begun for
+    others. `path`: what the names of the host's files begin with; this process writes that of its `local_rank`.
+    """
+
+    def __init__(self, run_id: str, path: str, local_rank: int):
+        self.run_id, self.file, self.is_done, rosters = run_id, f"{path}.{local_rank}.json", False, []
+        for each in glob.glob(f"{glob.escape(path)}.*.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(each, encoding="utf-8") as file:
+                record = json.load(file)
+                if record["run"] == run_id:
+                    rosters += map(Roster.of, record["knows"])
+                    self.is_done = self.is_done or record["is_done"]
+        self.roster, self.agreed = since_last(rosters)
+
+    def knows(self) -> list[dict]:
+        """As JSON has it."""
+        return [dataclasses.asdict(each) for each in [self.roster, *self.agreed] if each]
+
+    def agree(self, roster: Roster) -> None:
+        """From now on this generation may begin for others, whether this process hears of it or not."""
+        self.agreed = [*(each for each in self.agreed if each.places != roster.places), roster]
+        self.keep()
+
+    def begin(self, roster: Roster) -> None:
+        self.roster, self.agreed = dataclasses.replace(roster, has_begun=True), []
+        self.keep()
+
+    def keep(self, is_done: bool = False) -> None:
+        """Writes it, unless the disk is full. `is_done`: the run has ended."""
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.dirname(self.file), exist_ok=True)
+            replace(self.file, json.dumps({"run": self.run_id, "is_done": is_done, "knows": self.knows()}))
+
+
 @dataclasses.dataclass
 class Caller:
     """A process that takes part in a rendezvous: what it says, and when it came first and was last heard.
 
-    `knows`: rosters, see Members.knows().
+    `knows`: rosters, see History.knows().
     """
 
     member: Member

@@ -1,8 +1,8 @@
 """A run that is asked to stop.
 
-SIGTERM and Ctrl-C only leave a note: all ranks finish the step that they are in, save a checkpoint and end. Whoever
-started them has to wait for that. launch_cluster.sh is told how long a step takes; torchrun waits for as long as
-TORCH_ELASTIC_SHUTDOWN_TIMEOUT said when it started, 30 seconds by default.
+SIGTERM and Ctrl-C only leave a note: all ranks finish the step that they are in, save a checkpoint and end, with 143 or
+130 where it was not the last step. Whoever started them has to wait for that. launch_cluster.sh is told how long a step
+takes; torchrun waits for as long as TORCH_ELASTIC_SHUTDOWN_TIMEOUT said when it started, 30 seconds by default.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
+from hosts import exits
 from hosts.host_facts import STOPS_WITHIN
 
 UNKNOWN = 600.0  # seconds that a stop may take where no step was measured yet, and while the last checkpoint is written
@@ -29,11 +30,11 @@ def let_signals_kill() -> None:
 
 
 class Signals:
-    """Notes SIGTERM and Ctrl-C from now on: `asked`. Until `ready` is set, there is nothing to lose, and they end the
-    process."""
+    """Notes SIGTERM and Ctrl-C from now on: `asked` is the number of the last one, or 0. Until `ready` is set, there
+    is nothing to lose, and they end the process."""
 
     def __init__(self):
-        self.asked, self.ready = False, False
+        self.asked, self.ready = 0, False
         self.noted, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -43,17 +44,17 @@ class Signals:
 
     def run(self) -> None:
         while numbers := os.read(self.noted, 64):
-            self.asked = True
+            self.asked = numbers[-1]
             if not self.ready:
                 print("stopped before the training began", flush=True)
-                os._exit(128 + numbers[0])  # an agent starts it anew, as after any failure
+                os._exit(exits.after(numbers[0]))  # an agent starts it anew, as after any failure
 
     def wait(self, seconds: float) -> bool:
         """Whether a signal has come, or comes in time."""
         end = time.monotonic() + seconds
         while not self.asked and time.monotonic() < end:
             time.sleep(0.05)
-        return self.asked
+        return bool(self.asked)
 
 
 class StopAgreement:
@@ -73,8 +74,9 @@ class StopAgreement:
         self.signals.ready = True
         self.stops_within(UNKNOWN)
 
-    def agree(self, seconds: float = 0.0, of_this_rank: Sequence[float] = ()) -> bool:
-        """Whether any rank was told to stop, asked where a step ends: the step that runs is the last. Collective.
+    def agree(self, seconds: float = 0.0, of_this_rank: Sequence[float] = ()) -> int:
+        """The signal by which a rank was told to stop, 0 for none. Asked where a step ends, which then is the last.
+        Collective.
 
         Afterwards `has_newcomers` is whether processes wait to be taken in, `longest_step` is the largest `seconds` of
         all ranks, and `of_ranks` each rank's numbers `of_this_rank`, which are as many on each and -1 or more.
@@ -91,10 +93,10 @@ class StopAgreement:
             self.stops_within(self.longest)
         self.asked_at = now
         stops, newcomers, self.longest_step = asked[:3].tolist()
-        stops, self.has_newcomers, self.of_ranks = bool(stops), bool(newcomers), numbers.tolist()
+        self.has_newcomers, self.of_ranks = bool(newcomers), numbers.tolist()
         if stops:
             self.stops_within(UNKNOWN)
-        return stops
+        return int(stops)
 
     def stops_within(self, seconds: float) -> None:
         """Tells launch_cluster.sh, if it has started this process, how long it may take from a signal to the end."""

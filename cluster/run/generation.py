@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from checkpoints.save import WRITER
-from hosts.agent import OF_THIS_MACHINE
+from hosts import exits
 from membership.failure_detector import FailureDetector
 from membership.rendezvous import Members
 from ranks.files import outlive_a_full_disk
@@ -45,10 +45,9 @@ FAILURES = 5  # generations that may end before they begin, one after the other
 
 
 class Generation:
-    """`held`: what this process has in memory of the generation before, a LiveState; None of a new process.
-
-    `session`: the Session of this generation, as soon as there is one. `failures`: of the generations before, so many
-    in a row have ended before they began. `at_end`: what is closed when this one ends.
+    """`held`: what this process has in memory of the generation before, a LiveState, until this one's Session begins;
+    None of a new process. `failures`: of the generations before, so many in a row have ended before they began.
+    `at_end`: what is closed when this one ends.
     """
 
     def __init__(self, members: Members | None, signals: Signals, held=None, failures: int = 0):
@@ -57,7 +56,7 @@ class Generation:
 
     @property
     def number(self) -> int:
-        return self.members.roster.generation if self.members else 0
+        return self.members.history.roster.generation if self.members else 0
 
     def join(self, backend: str, flags: dict) -> None:
         """Meets the other processes. Raises UserError, MembershipChanged."""
@@ -79,9 +78,17 @@ class Generation:
             dist.distributed_c10d._set_pg_timeout(pgm.timeout)
             dist.distributed_c10d._get_default_store().set_timeout(pgm.timeout)
 
-    def leave(self, error: RuntimeError) -> "Generation":
-        """The next generation, with what this process holds. Raises the error itself where nobody is lost, and in
-        a run that does not go on in place."""
+    def forget(self) -> None:
+        """What this process holds is not the run's state any more."""
+        self.held = None
+
+    def begin(self, session) -> None:
+        """The Session holds the state of training from now on."""
+        self.session, self.held = session, None
+
+    def leave(self, error: RuntimeError) -> "Generation | int":
+        """The next generation, with what this process holds, or the exit code with which it ends. Raises the error
+        itself where nobody is lost, and in a run that does not go on in place."""
         is_lost = is_lost_peer(error) or self.failure_detector is not None and self.failure_detector.reason
         if not is_lost or self.members is None:
             raise error
@@ -95,19 +102,18 @@ class Generation:
         if self.failures > FAILURES and self.held is None:  # who holds nothing need not stand in the way of others
             print(f"no generation has begun with this process, {self.failures} times in a row, the last time because "
                   f"{reason}: it starts anew. Can each host reach each other one at all ports?", flush=True)
-            os._exit(1)
+            return exits.FAILED
         gc.collect()  # groups and stages of this generation refer to each other
-        has_made_steps = self.session and self.session.step > self.session.start.step
+        has_made_steps = self.session and self.session.step > self.session.start.origin.step
         return Generation(self.members, self.signals, self.held, 0 if has_made_steps else self.failures + 1)
 
-    def outlives(self, error: UserError) -> "Generation":
-        """The next generation where another process has brought the error, as one with a full disk that has just come.
-
-        That one ends, as nobody needs it. Raises the error itself where that would not help.
+    def outlives(self, error: UserError) -> "Generation | int":
+        """The next generation where another process has brought the error, as one with a full disk that has just come;
+        on that one, which nobody needs, an exit code. Raises the error itself where that would not help.
         """
-        if self.members and self.members.found_running and self.held is None:
+        if self.members and self.members.contacts.found_running and self.held is None:
             print(f"error: {error}", flush=True)
-            os._exit(OF_THIS_MACHINE)
+            return exits.OF_THIS_MACHINE
         if self.held is None or self.session or self.failures >= FAILURES:
             raise error
         if os.environ["RANK"] == "0":
@@ -130,16 +136,17 @@ class Generation:
         forget_ranks()
 
 
-def train_in_generations(args: argparse.Namespace, train: Callable) -> None:
-    """train(args, generation), again and again in an elastic run until it returns, each time with the same `args`."""
+def train_in_generations(args: argparse.Namespace, train: Callable) -> int:
+    """What train(args, generation) returns, which is called again and again in an elastic run, each time with the same
+    `args`."""
     folder = os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
     outlive_a_full_disk(sys.stdout)
     members, signals = Members.from_environment(os.path.join(folder, ".members"), args.tp_size), Signals()
-    if members and members.is_done:
+    if members and members.history.is_done:
         print("the run has ended already", flush=True)
-        return
+        return exits.DONE
     generation = Generation(members, signals)
-    while True:
+    while isinstance(generation, Generation):
         try:
             return train(copy.deepcopy(args), generation)
         except UserError as error:
@@ -148,6 +155,7 @@ def train_in_generations(args: argparse.Namespace, train: Callable) -> None:
             is_anothers = isinstance(error, torch.OutOfMemoryError) and re.match(OF_RANK.format(os.environ["RANK"]),
                                                                                  str(error))
             generation = generation.leave(MembershipChanged(str(error)) if is_anothers else error)
+    os._exit(generation)
 
 
 @contextlib.contextmanager
@@ -163,21 +171,18 @@ def end_of_elastic_run():
         yield
     except Exception as error:
         for thread in threading.enumerate():
-            if thread.name == WRITER:
+            if thread.name == WRITER:  # it may wait for a rank whose connections nobody closes, after a power cut
                 thread.join(JOINING)
-                if thread.is_alive():  # it waits for a rank whose connections nobody has closed, as after a power cut
-                    print(f"error: {error}", file=sys.stderr, flush=True)
-                    os._exit(2 if isinstance(error, UserError) else 1)
         if not is_elastic():
             let_signals_kill()  # a rank that waits for rank 0 to speak ends where it is told to
         elif is_of_this_machine(error):
             if VARIABLE in os.environ:
                 traceback.print_exc()
-                os._exit(OF_THIS_MACHINE)
+                os._exit(exits.OF_THIS_MACHINE)
         elif isinstance(error, UserError) or not LOST.search(str(error)):
             if "TORCHELASTIC_ERROR_FILE" in os.environ:  # a child of torchrun
                 threading.Timer(1.0, os.kill, [os.getppid(), signal.SIGTERM]).start()  # after the message
             elif VARIABLE in os.environ and not isinstance(error, UserError):
                 traceback.print_exc()
-                os._exit(2)
+                os._exit(exits.USER_ERROR)
         raise

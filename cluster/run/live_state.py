@@ -177,17 +177,19 @@ class PeerLoader:
 
 class InMemory(NamedTuple):
     """What all ranks hold of one step together: for each rank the dtype and shape of each key, the Commit of the step,
-    and the state as state.json has it. A rank without keys holds nothing of the run's state, whatever it has."""
+    the state as state.json has it, and the step of the last checkpoint. A rank without keys holds nothing of the run's
+    state, whatever it has."""
 
     specs: list[dict[Key, tuple]]
     commit: Commit | None
     state: dict
+    written: int
 
 
 def find_in_memory(generation, disks: Disks) -> InMemory | None:
     """What the ranks hold since the last `generation`; None where something is held by nobody. Collective.
 
-    Afterwards generation.held is None on a rank whose state is not that of the run.
+    It calls generation.forget() on a rank whose state is not that of the run.
     """
     held = generation.held
     everyone = disks.gather(held and (held.generation, held.step, held.commit, held.checkpointer.written))
@@ -197,17 +199,17 @@ def find_in_memory(generation, disks: Disks) -> InMemory | None:
         return None
     commits = sorted({commit for _, _, commit, _ in known if commit})
     step = max([each for _, each, _, _ in known] + [commit.step for commit in commits])
-    is_current = held is not None and held.generation == last
+    written, is_current = min(written for *_, written in known), held is not None and held.generation == last
     if is_current:
         held.agree(commits)
-        held.checkpointer.written = min(written for *_, written in known)
+        held.checkpointer.written = written
         is_current = held.step == step
     mine = held.tensors() if is_current else {}
     specs = {key: (value.dtype, value.shape) for key, value in mine.items()}
     everyone = disks.gather((specs, is_current and (held.everything, held.checkpointer.state(step))))
     everything, state = next(facts for _, facts in everyone if facts)
     if not everything <= {key for each, _ in everyone for key in each}:
-        generation.held = None
+        generation.forget()
         if is_home():
             print("a part of the model was on lost hosts alone: all ranks go back to the last checkpoint", flush=True)
         return None
@@ -216,9 +218,9 @@ def find_in_memory(generation, disks: Disks) -> InMemory | None:
         for param in held.stage.model.parameters():
             param.grad = None  # all have taken the step that they were for
     else:
-        generation.held = None
+        generation.forget()
     commit = next((each for each in commits if each.step == step), None)
-    return InMemory([each for each, _ in everyone], commit, state)
+    return InMemory([each for each, _ in everyone], commit, state, written)
 
 
 def who_has_what(stage, tp_rank: int, host: str) -> tuple[frozenset[Key], str]:

@@ -25,8 +25,8 @@ def check_profile_batch(args, num_steps: int) -> None:
 
 
 def train(session: Session, batches: Iterator[dict], criterion: Callable, num_steps: int, evaluator: Evaluator | None,
-          rebalancer: Rebalancer) -> None:
-    """Trains until optimizer step `num_steps`. Collective.
+          rebalancer: Rebalancer) -> int:
+    """Trains until optimizer step `num_steps`. Returns the exit code. Collective.
 
     `batches`: this pipeline's, without those that were trained before a resume. The evaluator is used before the first
     step, after the last one, and after every args.eval_every ones; where the run is stopped at such a step, when it is
@@ -34,13 +34,14 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
     time of each rank went. Raises UserError for a loss that is not finite.
     """
     grid, args, (plugin, model, optimizer, scheduler) = pgm.process_group_manager, session.args, session.trained
-    first = session.start.step
+    origin = session.start.origin
+    first = origin.step
     record = Record(args, grid, session.start.disks, num_steps, plugin.global_batch_size * args.seq_len,
-                    first, session.start.flags, session.start.branches, session.commit)
+                    first, origin.flags, origin.is_another_run, session.commit)
     session.generation.at_end.callback(record.leave)
     if first >= num_steps:
         has_made_all(session, num_steps)
-    times, stops, is_last = StepTimes(plugin.device), False, False
+    times, stops, is_last = StepTimes(plugin.device), 0, False
     if evaluator and record.is_evaluation_due(first, args.eval_every):
         record.evaluated(first, evaluator.evaluate())
     for batch in range(first, num_steps):
@@ -78,22 +79,23 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
             rebalancer.follow(session, step.number)
     record.close()
     times.print()
-    session.end(stops and not is_last)
+    told = 0 if is_last else stops
+    return session.leave(told, session.finish(was_stopped=bool(told)))
 
 
 def has_made_all(session: Session, num_steps: int) -> None:
     """A run that goes on after its last step. Where a host was lost before that was saved, it is saved now. Collective.
     """
-    start = session.start
-    session.checkpointer.save(start.step, waits=True)
-    if is_home() and not start.memory:
-        print(f"nothing to do: {start.found.path} is that of step {start.step}, of {num_steps}", flush=True)
+    origin = session.start.origin
+    session.checkpointer.save(origin.step, waits=True)
+    if is_home() and not origin.is_in_memory:
+        print(f"nothing to do: {origin.found.path} is that of step {origin.step}, of {num_steps}", flush=True)
 
 
 def what_went_wrong(step: Step, session: Session) -> str:
     """Of a step whose loss or gradient norm is not finite, and what is left. Collective."""
     session.checkpointer.wait()
-    if step.number == session.start.step + 1:  # no step has changed the weights
+    if step.number == session.start.origin.step + 1:  # no step has changed the weights
         what_next = (f"Nothing was trained yet with the weights that were read from {session.source}: they may be "
                      "damaged, get them anew or take others") if session.source else (
             "Nothing was trained yet, and the weights were drawn at random: look at config.json, rms_norm_eps and "

@@ -1,16 +1,17 @@
 """A training that goes on: from its first step of this generation to its end, what is saved and when it stops.
 
-    session = Session(...)          once plugin.configure has made the stage: reads the optimizer's state
+    session = Session(...)          once plugin.configure has made the stage, and its optimizer has its state
+    session.begin()                 there is something to lose from now on
     session.note_commit(...)        a step's gradients are complete, so the step counts
     session.after_step(...)         saves and samples when it is time
     session.take_in()               processes that wait become part of the run: this generation ends
-    session.end(...)                waits for the last checkpoint, without which a run has not succeeded
+    session.finish(...)             waits for the last checkpoint, without which a run has not succeeded
+    session.leave(...)              all ranks leave together, with the exit code of the run
 """
 
 import contextlib
 import datetime
 import os
-import warnings
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from checkpoints.save import Checkpointer
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
+from hosts import exits
 from models.causal import function_of
 from models.published import read_tokenizer_files
 from ranks.collectives import say, wait_for_all
@@ -45,28 +47,20 @@ class Trained(NamedTuple):
 class Session:
     """All ranks make one together. `step`: the last one that was made. `source`: where the weights were read from.
 
-    `made`: a Model. `loader`: as start.loader() returned it. `tokenizer`: a name. `read`: of the data, what checkpoints
-    say. `steps_per_epoch`: None where the data have no epochs.
+    `made`: a Model. `tokenizer`: a name. `read`: of the data, what checkpoints say. `steps_per_epoch`: None where the
+    data have no epochs.
     """
 
-    def __init__(self, args, start: Start, generation, made, loader, trained: Trained, tokenizer: str, read: dict,
+    def __init__(self, args, start: Start, generation, made, trained: Trained, tokenizer: str, read: dict,
                  steps_per_epoch: int | None):
         self.args, self.start, self.generation, self.trained = args, start, generation, trained
         self.names, self.function, self.read, self.steps_per_epoch = (
             made.names, function_of(made.model), read, steps_per_epoch)
         self.global_batch = trained.plugin.global_batch_size
-        self.source = start.found.path if start.found else made.source
-        self.step, self.commit = start.step, start.memory and start.memory.commit
+        self.source = start.origin.found.path if start.origin.found else made.source
+        self.step, self.commit = start.origin.step, start.origin.commit
         self.tp_rank, stage = pgm.process_group_manager.tp_rank, trained.model.module
         self.stop_agreement = StopAgreement(generation.members and generation.members.newcomers, generation.signals)
-        start.lock.write(start.run_id, start.launch)
-        if loader:
-            with start.disks.together():
-                loader.load_optimizer(trained.optimizer, stage)
-            with warnings.catch_warnings():  # of steps of the scheduler without the optimizer's
-                warnings.simplefilter("ignore")
-                for _ in range(start.step):  # so that --learning_rate and the other flags have their effect
-                    trained.scheduler.step()
         small = {**made.files, **from_home(lambda: read_tokenizer_files(tokenizer))}
         self.checkpointer = Checkpointer(start.folder, start.disks, trained.model, trained.optimizer, trained.scheduler,
                                          self.describe, small, args.keep)
@@ -75,7 +69,7 @@ class Session:
         if members := generation.members:
             self.everything, words = who_has_what(stage, self.tp_rank, members.me.address)
             say(words)
-            if needed := members.roster.needed_hosts():
+            if needed := members.history.roster.needed_hosts():
                 say(f"where {' or '.join(needed)} is lost, too few are left: the run then waits for it")
         self.begin()
 
@@ -89,18 +83,12 @@ class Session:
 
     def begin(self) -> None:
         """From now on there is something to lose. What is saved nowhere yet is saved. Collective."""
-        start, held = self.start, self.generation.held
-        if start.memory:
-            self.checkpointer.written = max(start.disks.gather(held.checkpointer.written if held else 0))
-        self.generation.session, self.generation.held = self, None
+        origin = self.start.origin
+        self.checkpointer.written = origin.written
         self.stop_agreement.begin()
-        if start.memory:
-            if self.is_due(start.step, False) and start.step > self.checkpointer.written:
-                self.checkpointer.save(start.step, waits=True)
-        elif start.is_own:
-            self.checkpointer.written = start.step
-        elif start.found:  # whoever is lost next, the run goes on from here
-            self.checkpointer.save(start.step, waits=True)  # nobody knows what memory a copy leaves for the first step
+        # Whoever is lost next, the run goes on from here. Nobody knows what memory a copy leaves for the first step.
+        if origin.step > origin.written and (not origin.is_in_memory or self.is_due(origin.step, False)):
+            self.checkpointer.save(origin.step, waits=True)
 
     def note_commit(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, learning_rate: float) -> None:
         """All gradients of a step are complete on all ranks: from here on it counts, also where a rank is lost."""
@@ -131,10 +119,11 @@ class Session:
         self.checkpointer.report()
         return self.sampler.sample() if self.sampler and step % self.args.sample_every == 0 else None
 
-    def end(self, was_stopped: bool) -> None:
+    def finish(self, was_stopped: bool) -> str:
         """Waits for the last checkpoint. From then on no rank needs to hear of another one. Collective.
 
-        Raises UserError, on every rank, where it could not be written: what was trained since the one before is lost.
+        Returns what --resume auto does from there. Raises UserError, on every rank, where that checkpoint could not be
+        written: what was trained since the one before is lost.
         """
         self.checkpointer.wait()
         if self.generation.failure_detector:
@@ -148,12 +137,22 @@ class Session:
             raise UserError(f"the last checkpoint, that of step {self.step}, could not be written to "
                             f"{self.start.folder}: make room there, or move that folder into another --checkpoint_dir. "
                             f"--resume auto then {goes_on}")
+        return goes_on
+
+    def leave(self, number: int, goes_on: str) -> int:
+        """All ranks have finished, and leave together. Returns the exit code. Collective.
+
+        `number`: of the signal by which the run was told to stop before its last step, or 0.
+        """
+        if number and dist.get_rank() == 0:  # before another rank ends, upon which a launcher may end this one
+            print(f"stopped after step {self.step}, as it was told: --resume auto {goes_on}", flush=True)
         with contextlib.suppress(RuntimeError):  # others may have left
             dist.barrier(self.start.disks.group, async_op=True).wait(datetime.timedelta(seconds=PATIENCE))
-        if self.generation.members and not was_stopped:
-            self.generation.members.keep(is_done=True)
-        if was_stopped:
-            if dist.get_rank() == 0:
-                print(f"stopped after step {self.step}, as it was told: --resume auto {goes_on}", flush=True)
-            if is_elastic() and (not self.stop_agreement.signals.wait(WAIT_FOR_AGENT) or self.generation.members):
-                os._exit(1)  # its agent, unless it ends too, starts this process anew, with those that are there
+        if not number:
+            if self.generation.members:
+                self.generation.members.history.keep(is_done=True)
+            return exits.DONE
+        if is_elastic():  # its agent, unless it ends too, starts this process anew, with those that are there
+            self.stop_agreement.signals.wait(WAIT_FOR_AGENT)
+            os._exit(exits.after(number))
+        return exits.after(number)

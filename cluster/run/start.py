@@ -3,7 +3,8 @@
     start = find_start(args, generation)     by all ranks together, before any rank has weights
     start.check(args, made, batch)           do the flags of this run fit to that state?
     start.clear_folder()                     checkpoints that the run does not go on from get another name
-    start.loader(held, device)               gives a stage its weights, and an optimizer its state
+    loader = start.loader(held, device)      gives a stage its weights
+    restore(start, loader, ...)              gives an optimizer and a scheduler their states
 
 The state is what the processes of an elastic run still hold in memory, or else the run's newest whole checkpoint, or
 else that of --resume DIR. A new run has none.
@@ -14,6 +15,7 @@ import json
 import os
 import socket
 import uuid
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -49,23 +51,17 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Start:
-    """`folder`: the run's on each host, on these `disks`; the run has it by its `lock`. `launch`: see launch_id.
+class Origin:
+    """What a run goes on from: `found`, or nothing. Each kind of it is one of the classes below.
 
-    `found`: the checkpoint to go on from, or None. `is_own`: it is in the run's folder. `branches`: it is that of
-    --resume DIR, and this is another run. `memory`: where the ranks hold that state in memory; then `found` is on no
-    disk.
+    `is_own`: it is in the run's folder. `is_another_run`: it stays another run's, and this one has an id of its own.
+    `is_in_memory`: no disk has it. `written`: the step of the last checkpoint that this run has. `commit`: that of the
+    last step, where the ranks have it in memory.
     """
 
-    folder: str
-    disks: Disks
-    lock: Lock
-    launch: str | None
-    run_id: str
-    found: Found | None
-    is_own: bool
-    branches: bool
-    memory: InMemory | None
+    found: Found | None = None
+    is_own = is_another_run = is_in_memory = False
+    written, commit = 0, None
 
     @property
     def step(self) -> int:
@@ -77,27 +73,81 @@ class Start:
         """Those of the run that it goes on from; {} of a new run."""
         return self.found.state["flags"] if self.found else {}
 
+    def keeps(self, name: str, state: dict | str) -> bool:
+        """Whether that checkpoint in the run's folder is one of those that led here, or may be."""
+        return (self.is_own and run_of(state) in (None, run_of(self.found.state))
+                and not (self.is_another_run and step_of(name) > self.step))
+
+    def loader(self, held, disks: Disks, device: torch.device) -> Loader | PeerLoader | None:
+        return Loader(self.found, disks, device) if self.found else None
+
+
+class New(Origin):
+    """A run that begins."""
+
+
+class Newest(Origin):
+    """The newest whole checkpoint of this very run."""
+
+    is_own, written = True, Origin.step
+
+
+class Earlier(Newest):
+    """--resume DIR, in the run's own folder: what was saved there later is another run's from now on."""
+
+    is_another_run = True
+
+
+class Branch(Origin):
+    """--resume DIR, in another folder."""
+
+    is_another_run = True
+
+
+@dataclass(frozen=True)
+class Memory(Origin):
+    """What the ranks of an elastic run hold in memory. `found` says what state.json would."""
+
+    held: InMemory | None = None
+    is_own = is_in_memory = True
+    written, commit = property(lambda self: self.held.written), property(lambda self: self.held.commit)
+
+    def loader(self, held, disks: Disks, device: torch.device) -> PeerLoader:
+        return PeerLoader(held, self.held.specs, disks, device)
+
+
+@dataclass(frozen=True)
+class Start:
+    """`folder`: the run's on each host, on these `disks`; the run has it by its `lock`. `launch`: see launch_id."""
+
+    folder: str
+    disks: Disks
+    lock: Lock
+    launch: str | None
+    run_id: str
+    origin: Origin
+
     def check(self, args, made: Model, global_batch: int) -> None:
         """Raises UserError where a resumed run has another model, or would read other samples than before."""
-        if self.found is None:
+        if (found := self.origin.found) is None:
             return
         for name, value in ("global_batch", global_batch), ("seq_len", args.seq_len), ("seed", args.seed):
-            if (saved := self.found.state[name]) != value:
-                raise UserError(f"{self.found.path} was saved with {name}={saved}, but this run has {value}: choose "
+            if (saved := found.state[name]) != value:
+                raise UserError(f"{found.path} was saved with {name}={saved}, but this run has {value}: choose "
                                 "--batch_size x micro-batches, --seq_len and --seed as they were")
         for flag in FLAGS:
             value = getattr(args, flag, None)
-            if flag in self.flags and self.flags[flag] != value:
-                raise UserError(f"{self.found.path} was saved with --{flag} {self.flags[flag]}, but this run has "
+            if flag in self.origin.flags and (saved := self.origin.flags[flag]) != value:
+                raise UserError(f"{found.path} was saved with --{flag} {saved}, but this run has "
                                 f"{value}: give the same")
-        if unlike := sorted({*made.names} ^ {*self.found.state["names"]}):
-            raise UserError(f"{self.found.path} is of another model: {len(unlike)} parameters are in one of the two "
+        if unlike := sorted({*made.names} ^ {*found.state["names"]}):
+            raise UserError(f"{found.path} is of another model: {len(unlike)} parameters are in one of the two "
                             f"only, among them {unlike[0]}")
-        saved, function = self.found.state.get("model", {}), function_of(made.model)
+        saved, function = found.state.get("model", {}), function_of(made.model)
         both = sorted(saved.keys() & function.keys())  # another version of transformers may know others
         if unlike := [f"{field} {saved[field]}, now {function[field]}" for field in both
                       if saved[field] != function[field]]:
-            raise UserError(f"{self.found.path} was saved by a model that computes something else: "
+            raise UserError(f"{found.path} was saved by a model that computes something else: "
                             f"{'; '.join(unlike)}: give the same --model_name and sizes as before")
 
     def clear_folder(self) -> None:
@@ -105,21 +155,27 @@ class Start:
 
         A host that joins late may have such, too. Those before --resume DIR become this run's. Collective.
         """
-        states = read_states(self.folder) if self.disks.leads else {}
-        own = {name: state for name, state in states.items()
-               if self.is_own and run_of(state) in (None, run_of(self.found.state))
-               and not (self.branches and step_of(name) > self.step)}
-        move_aside(self.disks, lambda name: name not in own, self.is_own and self.found.name)
+        origin, states = self.origin, read_states(self.folder) if self.disks.leads else {}
+        own = {name: state for name, state in states.items() if origin.keeps(name, state)}
+        move_aside(self.disks, lambda name: name not in own, origin.found.name if origin.is_own else None)
         with self.disks.together(CANT_WRITE):
-            for name, state in own.items() if self.branches else ():
+            for name, state in own.items() if origin.is_another_run else ():
                 if run_of(state):
                     write_state(os.path.join(self.folder, name, STATE), {**state, "run_id": self.run_id})
 
     def loader(self, held, device: torch.device) -> Loader | PeerLoader | None:
         """`held`: what this rank holds, a LiveState or None. None of a new run."""
-        if self.memory:
-            return PeerLoader(held, self.memory.specs, self.disks, device)
-        return Loader(self.found, self.disks, device) if self.found else None
+        return self.origin.loader(held, self.disks, device)
+
+
+def restore(start: Start, loader, stage, optimizer: torch.optim.Optimizer, scheduler) -> None:
+    """Gives the optimizer its state after the last step, and the scheduler the steps that it has made. Collective."""
+    with start.disks.together():
+        loader.load_optimizer(optimizer, stage)
+    with warnings.catch_warnings():  # of steps of the scheduler without the optimizer's
+        warnings.simplefilter("ignore")
+        for _ in range(start.origin.step):  # so that --learning_rate and the other flags have their effect
+            scheduler.step()
 
 
 def find_start(args, generation) -> Start:
@@ -137,19 +193,15 @@ def find_start(args, generation) -> Start:
     launch, may_be_again = launch_id(args.resume)
     run_id = next((each["run_id"] for each in disks.gather(lock.before)
                    if may_be_again and each.get("launch") == launch), None)
-    branches = False
     if memory := find_in_memory(generation, disks):
-        found = Found(name_of_step(memory.state["step"]), folder, memory.state, {})
+        origin = Memory(Found(name_of_step(memory.state["step"]), folder, memory.state, {}), memory)
     else:
-        found, branches = find_on_disks(args.resume, folder, disks, run_id)
-    is_own = disks.gather(found and os.path.realpath(found.folder) == os.path.realpath(folder))[0]
-    if found and not branches:
-        run_id = run_of(found.state)
-    run_id = run_id or disks.gather(uuid.uuid4().hex)[0]
-    start = Start(folder, disks, lock, launch, run_id, found, is_own, branches, memory)
-    if found and is_home():
-        print(f"going on after step {start.step}: {'in memory' if memory else found.path}", flush=True)
-    return start
+        origin = find_on_disks(args.resume, folder, disks, run_id)
+    if origin.found and not origin.is_another_run:
+        run_id = run_of(origin.found.state)
+    if origin.found and is_home():
+        print(f"going on after step {origin.step}: {'in memory' if memory else origin.found.path}", flush=True)
+    return Start(folder, disks, lock, launch, run_id or disks.gather(uuid.uuid4().hex)[0], origin)
 
 
 def check_texts(args) -> None:
@@ -161,20 +213,21 @@ def check_texts(args) -> None:
             check_text(f"--{name}", value)
 
 
-def find_on_disks(wanted: str | None, folder: str, disks: Disks, run_id: str | None) -> tuple[Found | None, bool]:
-    """The checkpoint to go on from, and whether it is that of --resume DIR. `wanted`: --resume. Collective.
+def find_on_disks(wanted: str | None, folder: str, disks: Disks, run_id: str | None) -> Origin:
+    """`wanted`: --resume. Collective.
 
     DIR counts for the first start of a launch only: a later one, which knows its `run_id`, goes on with what this very
     run has saved since.
     """
     if run_id or wanted == "auto":
         if found := find_checkpoint("auto", folder, disks, run_id):
-            return found, False
+            return Newest(found)
         if run_id and dist.get_rank() == 0:
             print(f"{folder} has no whole checkpoint of this run: it starts as it did first", flush=True)
-    if wanted in (None, "auto"):
-        return None, False
-    return find_checkpoint(wanted, folder, disks), True
+    if wanted in (None, "auto") or not (found := find_checkpoint(wanted, folder, disks)):
+        return New()
+    is_own = disks.gather(os.path.realpath(found.folder) == os.path.realpath(folder))[0]
+    return Earlier(found) if is_own else Branch(found)
 
 
 def launch_id(resume: str | None) -> tuple[str | None, bool]:

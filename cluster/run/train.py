@@ -6,7 +6,7 @@
     find_start      the run's folder, and the checkpoint to go on from
     choose_layout   which rank holds which modules, and takes which samples; form() then makes the groups of ranks
     Data            samples, the same on all machines
-    set_up          this rank's stage with its weights, optimizer and scheduler: the session begins
+    set_up          this rank's stage with its weights, optimizer and scheduler; then the session begins
     train           the loop over optimizer steps
 
 With --local_steps, a step of that loop is a round of steps that replicas take by themselves: see local_steps.py.
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from data.batches import Data, check_data_flags, pad, weighted
 from data.encoded import require_same_data
+from hosts import exits
 from models.causal import Model, with_weights
 from models.lora import check_lora_flags, print_sizes
 from planning.plan_file import machines_of
@@ -35,7 +36,7 @@ from run.loop import check_profile_batch, train
 from run.plan_at_start import find_plan
 from run.samples import Rebalancer, SamplesPlugin
 from run.session import Session, Trained
-from run.start import Start, find_start
+from run.start import Start, find_start, restore
 from utils import TINY_LLAMA, make_scheduler
 
 
@@ -48,12 +49,14 @@ def check_flags(args) -> None:
 
 
 def run_training(args: argparse.Namespace, make_model: Callable) -> None:
-    """`make_model(args, dtype)` returns a Model. Raises UserError."""
-    train_in_generations(args, functools.partial(train_generation, make_model))
+    """`make_model(args, dtype)` returns a Model. Returns where all steps are made, and ends the process where it was
+    told to stop before. Raises UserError."""
+    if code := train_in_generations(args, functools.partial(train_generation, make_model)):
+        exits.leave(code)
 
 
-def train_generation(make_model: Callable, args: argparse.Namespace, generation: Generation) -> None:
-    """The whole training with the processes that are there."""
+def train_generation(make_model: Callable, args: argparse.Namespace, generation: Generation) -> int:
+    """The whole training with the processes that are there. The exit code."""
     device, dtype = join(args, generation)
     made = make_model(args, dtype)
     if made.lora:
@@ -61,15 +64,16 @@ def train_generation(make_model: Callable, args: argparse.Namespace, generation:
     if plan := find_plan(args, made, device, dtype):
         renumber_ranks(machines_of(plan))
     start = find_start(args, generation)
-    layout = choose_layout(args, made, plan, start.found, device, dtype)
-    made = with_weights(made, args, device, start.found is not None)
+    layout = choose_layout(args, made, plan, start.origin.found, device, dtype)
+    made = with_weights(made, args, device, start.origin.found is not None)
     rebalancer = Rebalancer(args, layout, made.model.config)  # before `args` have the layout's numbers
     args.run_id = start.run_id  # from here on `args` are what the run's records say
-    args.learning_rate = args.learning_rate or start.flags.get("learning_rate") or made.learning_rate
+    args.learning_rate = args.learning_rate or start.origin.flags.get("learning_rate") or made.learning_rate
     vars(args).update(layout.as_flags())
     plugin = layout.form(args, made.model.config)
-    train_together(args, plugin, made, start, generation, rebalancer)
+    code = train_together(args, plugin, made, start, generation, rebalancer)
     dist.destroy_process_group()
+    return code
 
 
 def join(args, generation: Generation) -> tuple[torch.device, torch.dtype]:
@@ -80,22 +84,24 @@ def join(args, generation: Generation) -> tuple[torch.device, torch.dtype]:
 
 
 def train_together(args, plugin: SamplesPlugin, made: Model, start: Start, generation: Generation,
-                   rebalancer: Rebalancer) -> None:
-    """All machines make each step together."""
+                   rebalancer: Rebalancer) -> int:
+    """All machines make each step together. The exit code."""
     tokenizer, vocab_size = args.model_name or TINY_LLAMA, made.model.config.vocab_size
     start.check(args, made, plugin.global_batch_size)
     data = Data(args, tokenizer, vocab_size, plugin.global_batch_size, args.max_steps, args.max_steps_per_epoch)
-    require_same_data(start.found, args, tokenizer, vocab_size, data.read)
+    require_same_data(start.origin.found, args, tokenizer, vocab_size, data.read)
     num_steps = args.max_steps or args.epochs * data.train.steps_per_epoch
     data.train.set_steps(num_steps)
     check_profile_batch(args, num_steps)
-    batches = plugin.batches(data.train, data.collate, start.step)
+    batches = plugin.batches(data.train, data.collate, start.origin.step)
     session = set_up(args, plugin, made, start, generation, tokenizer, data, num_steps)
+    generation.begin(session)
+    session.begin()
     evaluator = None
     if data.evaluation:
         evaluator = Evaluator(plugin, session.trained.model, data.evaluation, pad, made.criterion,
                               args.eval_batches)
-    train(session, batches, weighted(made.criterion), num_steps, evaluator, rebalancer)
+    return train(session, batches, weighted(made.criterion), num_steps, evaluator, rebalancer)
 
 
 def set_up(args, plugin: SamplesPlugin, made: Model, start: Start, generation: Generation, tokenizer: str, data: Data,
@@ -108,7 +114,7 @@ def set_up(args, plugin: SamplesPlugin, made: Model, start: Start, generation: G
         start.clear_folder()  # before a host is sent the files that it lacks
     weights = loader.weights if loader else made.initial
     if made.lora:  # the frozen weights are the model's own, and a checkpoint has the adapters
-        weights = made.lora.weights(made.initial, loader, plugin.device, is_moved=start.memory is not None)
+        weights = made.lora.weights(made.initial, loader, plugin.device, is_moved=start.origin.is_in_memory)
 
     def load(stage) -> None:
         with start.disks.together():  # which is patient with a slow disk
@@ -119,5 +125,8 @@ def set_up(args, plugin: SamplesPlugin, made: Model, start: Start, generation: G
     if not loader:
         start.clear_folder()  # now that this run can begin
     scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
-    return Session(args, start, generation, made, loader, Trained(plugin, model, optimizer, scheduler), tokenizer,
+    start.lock.write(start.run_id, start.launch)
+    if loader:
+        restore(start, loader, model.module, optimizer, scheduler)
+    return Session(args, start, generation, made, Trained(plugin, model, optimizer, scheduler), tokenizer,
                    data.read, data.train.steps_per_epoch)

@@ -43,7 +43,8 @@ def unlike_pipelines_units(attempt, pipelines):
     "Each rank has all weights, since forward needs them.",
     "Of the gradients that the optimizer reads, and of its two moments, a rank has its share.",
     "4 num_parameters + (4 + 8) num_parameters / replicas."),
-    sizes=[dict(num_parameters=number, replicas=n) for number in SMALL for n in (2, 4, 8, 16)], mistakes=[
+    sizes=[dict(num_parameters=SMALL[0], replicas=16),
+           *(dict(num_parameters=number, replicas=n) for number in SMALL for n in (2, 4, 8))], mistakes=[
     ("4 * num_parameters +", "4 * num_parameters / replicas +", "that is --zero 3: with 1 and 2 each rank has all "
      "weights"),
     ("12 *", "8 *", "gradients are missing: the optimizer's shard has one of each number, too"),

@@ -2,10 +2,11 @@
 
     python fake_gpu.py RANK WORLD_SIZE FOLDER/train.py flags...
 
-The modules are copies that say "gpu" for "cuda", see copy_for_fake_gpu(): a torch without CUDA lets Python register a
-device, but can't even slice a fake tensor on "cuda". Tensors on "gpu" are fake (torch's FakeTensorMode): they have a
-shape and a dtype, but no data. Tensors of the host are real. Collectives and messages do nothing, so one process can be
-any rank of any grid. FakeTensorMode itself refuses operations whose result has a shape that depends on data.
+The modules are copies that say "gpu" for "cuda", see copy_for_fake_gpu() in test_all_steps_no_sync.py: a torch without
+CUDA lets Python register a device, but can't even slice a fake tensor on "cuda". Tensors on "gpu" are fake (torch's
+FakeTensorMode): they have a shape and a dtype, but no data. Tensors of the host are real. Collectives and messages do
+nothing, so one process can be any rank of any grid. FakeTensorMode itself refuses operations whose result has a shape
+that depends on data.
 """
 
 import ast
@@ -13,7 +14,6 @@ import collections
 import importlib
 import os
 import pathlib
-import re
 import sys
 import threading
 import traceback
@@ -29,18 +29,6 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 
 COPY, COPY_TO = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default
 READ = torch.ops.aten._local_scalar_dense.default  # what item(), tolist(), bool(), float() and int() call
-
-
-def copy_for_fake_gpu(folder: pathlib.Path, target: pathlib.Path, old: str = "", new: str = "") -> None:
-    """Copies the modules under `folder` to the new folder `target`; "cuda" becomes "gpu", and `old` becomes `new`."""
-    found = False
-    for path in folder.rglob("*.py"):
-        text, copy = path.read_text(), target / path.relative_to(folder)
-        found = found or old in text
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(re.sub(r'"cuda"|\.is_cuda', lambda word: word[0].replace("cuda", "gpu"),
-                               text.replace(old, new) if old else text))
-    assert found, f"no module in {folder} has {old!r}"
 
 
 class Watch(TorchDispatchMode):

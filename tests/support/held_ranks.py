@@ -40,7 +40,7 @@ class Stage:
 
 def in_memory(held, disks, number: int):
     """What the ranks hold, as generation `number` finds it."""
-    return find_in_memory(types.SimpleNamespace(held=held, number=number), disks)
+    return find_in_memory(types.SimpleNamespace(held=held, number=number, forget=lambda: None), disks)
 
 
 def held_by(stage, step: int, everything=None, generation: int = 1, tp_rank: int = 0) -> LiveState:
@@ -86,7 +86,7 @@ def a_step_is_made_by_all_or_by_none(rank: int, disks) -> None:
         if commits and "incomplete" in states:
             continue
         it, expected = after(states[rank]), after("applied" if commits else "incomplete").tensors()
-        specs, commit, state = in_memory(it, disks, 9)
+        specs, commit, state, _ = in_memory(it, disks, 9)
         assert it.step == state["step"] == (2 if commits else 1) and (commit is not None) == commits, states
         assert it.scheduler.last_epoch == it.step and len(specs) == 3
         tensors = it.tensors()
@@ -97,7 +97,7 @@ def only_what_is_of_the_run_counts(rank: int, disks) -> None:
     """Not a step before the run's, nor steps that a part made which was cut off, be they more."""
     for each in ([held_by(Stage(range(2)), 3), held_by(Stage(range(2)), 1), None],
                  [held_by(Stage(range(2)), step, generation=number) for step, number in ((3, 4), (8, 3), (3, 3))]):
-        specs, _, state = in_memory(each[rank], disks, 9)
+        specs, _, state, _ = in_memory(each[rank], disks, 9)
         assert [len(spec) for spec in specs] == [4, 0, 0] and state["step"] == 3
     everything = live_state.weights_of(Stage(range(4)), 0)
     for each in [held_by(Stage([0, 1]), 5, everything), held_by(Stage([2]), 5, everything), None], [None] * 3:
@@ -125,7 +125,7 @@ def from_any_layout_to_any_other(rank: int, disks) -> None:
         it = with_optimizer_state(held_by(Stage(old[rank], tied), 5, live_state.weights_of(Stage(range(4), tied), 0)))
         if all(len(layers) == 4 for layers in old) and rank == chance.randrange(3):
             it = None  # a process that has just been started
-        specs, _, _ = in_memory(it, disks, 9)
+        specs, *_ = in_memory(it, disks, 9)
         moved, stage = PeerLoader(it, specs, disks, CPU), Stage(new[rank], tied, value=-1.0)
         moved.weights(stage)
         optimizer = torch.optim.AdamW(stage.model.parameters(), lr=0.1)
@@ -145,7 +145,7 @@ def tensor_parallel_parts_keep_apart(rank: int, disks) -> None:
     """Each tensor-parallel rank has its own part under the same name: a new process gets that of its place."""
     everything = {(f"layers.0.{name}", "", part) for name in ("weight", "seen") for part in (0, 1)}
     it = held_by(Stage([0], value=10.0 * (rank + 1)), 2, everything, tp_rank=rank) if rank < 2 else None
-    specs, _, _ = in_memory(it, disks, 9)
+    specs, *_ = in_memory(it, disks, 9)
     moved, key = PeerLoader(it, specs, disks, CPU), ("layers.0.weight", "", 1)
     assert rank < 2 and not moved.move(set()) or (moved.move({key})[key] == 20).all()
 

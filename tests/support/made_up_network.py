@@ -15,7 +15,7 @@ import pathlib
 import random
 import types
 
-from membership import rendezvous
+from membership import contacts, rendezvous
 
 TURN, JOINING, AGAIN = 0.05, 3.0, 1.0  # seconds: between two turns, until a member gives up, until an agent starts anew
 
@@ -35,7 +35,7 @@ class Process:
 
     def meets(self, now: float) -> None:
         self.phase, self.since, self.is_complete = "meeting", now, False
-        self.members.state, self.members.next, self.members.hears_enough = "meeting", None, True
+        self.members.meeting = rendezvous.Meeting(self.members, self.members.meeting.store)
 
 
 class Network:
@@ -60,8 +60,10 @@ class Network:
 
         clock = types.SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
         stores = types.SimpleNamespace(TCPStore=lambda *_, **__: types.SimpleNamespace(port=1))
-        for name, value in dict(Listener=Listener, call=self.call, time=clock, dist=stores).items():
+        for name, value in dict(Listener=Listener, time=clock, dist=stores).items():
             monkeypatch.setattr(rendezvous, name, value)
+        for name, value in dict(call=self.call, time=clock).items():
+            monkeypatch.setattr(contacts, name, value)
 
     def start(self, host: int, local_rank: int = 0) -> Process:
         self.monkeypatch.setenv("LOCAL_RANK", str(local_rank))
@@ -118,9 +120,9 @@ class Network:
                 self.processes.remove(process)
                 self.start(process.host, members.me.local_rank)
         elif process.phase == "meeting":
-            members.look_around()
+            members.meeting.look_around()
             if members.next:
-                members.agree()
+                members.history.agree(members.next)
                 process.phase, process.since = "joining", self.now
         elif process.phase == "joining":
             found = self.together(process.roster)

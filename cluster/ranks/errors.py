@@ -1,0 +1,67 @@
+"""One clear error of a program on several ranks, whoever has started them."""
+
+import contextlib
+import datetime
+import os
+import sys
+
+import torch.distributed as dist
+
+from hosts import exits
+from utils import UserError, one_clear_error
+
+PATIENCE = datetime.timedelta(seconds=8)  # for rank 0, which may be slower to fail
+HEARD = datetime.timedelta(seconds=3)  # for the others to hear of its error: its process may hold their store
+
+
+@contextlib.contextmanager
+def one_error_of_all(out_of_memory: str):
+    """Wraps main(), as one_clear_error does. An error that rank 0 has as well is said by rank 0 alone.
+
+    one_clear_error has the others wait for torchrun, which ends them. Slurm, MPI and an agent of ours do not. With any
+    error all leave in the same way, which waits for no thread.
+    """
+    store = None
+    try:
+        with one_clear_error(out_of_memory):
+            try:
+                yield
+            except UserError as error:
+                try:
+                    store = store_of_all()
+                    if store and hear(store, str(error)):
+                        sys.stderr = open(os.devnull, "w")
+                except RuntimeError:  # rank 0 has said nothing: whoever has waited for that need not wait again
+                    store, os.environ["RANK"] = None, "0"
+                raise
+    except SystemExit as end:
+        with contextlib.suppress(RuntimeError):  # the others have not failed
+            if store and os.environ.get("RANK") == "0":
+                store.wait([f"heard/{rank}" for rank in range(1, int(os.environ["WORLD_SIZE"]))], HEARD)
+        exits.leave(end.code or exits.DONE)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        exits.leave(exits.FAILED)
+
+
+def store_of_all() -> dist.Store | None:
+    """That of the process group or, before the ranks have met, what torchrun's variables name. None for one process."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return None
+    if dist.is_initialized():
+        return dist.PrefixStore("errors", dist.distributed_c10d._get_default_store())
+    is_master = os.environ["RANK"] == "0" and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    return dist.PrefixStore("errors", dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None,
+                                                    is_master, PATIENCE, wait_for_workers=False))
+
+
+def hear(store: dist.Store, error: str) -> bool:
+    """Tells the others what rank 0 says; on them, whether it says the same. Raises RuntimeError where it says nothing.
+    """
+    if os.environ["RANK"] == "0":
+        store.set("0", error)
+        return False
+    store.wait(["0"], PATIENCE)
+    says = store.get("0").decode()
+    store.set(f"heard/{os.environ['RANK']}", "")
+    return says == error
