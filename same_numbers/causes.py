@@ -1,10 +1,12 @@
 """What a difference usually comes from: by its factor, its ranks, its parameters, and what else was recorded."""
 
 import collections
+import math
 
 import torch
 
 from .frameworks import ordinary
+from .places import where
 from .sketches import factor, section
 
 CAUSES = {  # (what is compared, how it is wrong) -> what it usually is
@@ -101,16 +103,24 @@ class Causes:
 
     def of_update(self, how: str, c: float | None, names: dict, before: tuple) -> tuple:
         """The arguments of add() for what a step has changed."""
-        lost = [name for name in names
-                if self.one.info[name]["held"] > (self.many.info[name]["held"] or self.many.summed)]
+        lost = [name for name in names if self.one.owners[name] and not self.many.owners[name] and not self.many.summed]
+        partly = [name for name in names if how == "unlike" and 0 < len(self.many.owners[name]) < len(
+            {rank for ranks in self.many.parts[name].values() for rank in ranks})]
         rates = [sorted({rate for each in records for rate in each["rates"]}) for records in before]
         by = f"{c:.4g} times as far as they should" if how == "factor" else (
             "unlike on ranks that should hold the same" if how == "unlike" else "not as they should")
         cause = CAUSES.get(("update", how), "")
         if lost:
             cause = f"the optimizer does not hold {len(lost)} of them: was it made before they were replaced?"
+        elif partly:
+            cause = "some ranks update them, the others do not: are they never sent (broadcast) to these?"
+        elif how == "factor" and c < 0:
+            cause = "of the wrong sign: is something subtracted that should be added (an outer step)?"
         elif rates[0] != rates[1]:
             cause = f"the learning rate was {rates[1]}, not {rates[0]}: does each rank move the scheduler on?"
+        elif self.step == 2 and how == "other" and all(len(self.one.info[name]["shape"]) > 1 for name in names) and (
+                any(len(self.one.info[name]["shape"]) < 2 for name in self.names)):
+            cause = "these are matrices only: does an optimizer that needs whole matrices (Muon) get shards of them?"
         return (f"what step {self.step - 1} changed in the weights, though its gradients were right", names, by, cause)
 
     def words(self, kind: str, how: str, c: float | None, names: list[str], a: dict) -> tuple[str, str]:
@@ -151,11 +161,17 @@ class Causes:
                           if c is None and len(theirs) == len(mine) and factor(mine, theirs, self.noise()) == 1}
         return found, taken
 
+    def random_numbers(self) -> None:
+        """Raises ValueError where layers have drawn others than in the trusted run."""
+        known, drawn = (set().union(*(each["random"] for each in records)) for records in (self.a, self.b))
+        if drawn - known or not drawn and any(each["dropout"] for each in self.b):
+            raise ValueError("gradients differ, and dropout or other random numbers in forward are drawn unlike on "
+                             "other ranks: record both with p = 0, or from the same seed for each sample")
+
     def explain(self, groups: dict, a: dict, b: dict, before: tuple | None) -> None:
         """Adds a finding for each way in which gradients are wrong, what has a cause of its own first."""
-        if any(each["dropout"] for each in self.a + self.b):
-            raise ValueError("gradients differ, and dropout or other random numbers in forward are drawn unlike on "
-                             "other ranks: record both with p = 0")
+        if any(c is None for _, c in groups):
+            self.random_numbers()
         absent = self.many.summed or any(how == "absent" for how, c in groups)
         ranks = {} if absent else self.by_rank([*a], "gradients", a)[0]
         own = [[*factors][0] for factors in ranks.values() if len(factors) == 1]
@@ -175,7 +191,8 @@ class Causes:
         if left:
             self.add("gradients", left, by_rest, self.of_tie([*left]) or (
                      "it may follow, further from the loss" if self.found else
-                     self.mixed_up([*left], a, b) or self.mixture(a, b, before) or self.of_model() or self.backward()))
+                     self.mixed_up([*left], a, b) or self.of_parts([*left]) or self.mixture(a, b, before)
+                     or self.of_model() or self.backward()))
 
     def of_tie(self, names: list[str]) -> str:
         lost = [name for name in names if name in self.many.untied]
@@ -202,16 +219,34 @@ class Causes:
                        for pair, group in zip(sums, shapes.values()))
         return "they are mixed up with each other: do ranks send them in another order?" if is_right else ""
 
+    def of_parts(self, names: list[str]) -> str:
+        """Whether ranks have one gradient for parts that are not the same."""
+        for name in names:
+            sections = [section(self.b[ranks[0]]["gradients"][name], self.one.info[name]["shape"], bounds)
+                        for bounds, ranks in self.many.parts[name].items()
+                        if self.b[ranks[0]]["gradients"][name] is not None]
+            if len(sections) < 2 or len({*map(len, sections)}) > 1 or not len(sections[0]) or not sections[0].any() or any(
+                    factor(each, sections[0], self.limit) != 1 for each in sections):
+                return ""
+        return ("ranks that hold other parts have the same gradients: are these averaged over the wrong group, with "
+                "those of other experts?")
+
     def backward(self) -> str:
         """Where to look, of gradients that are wrong by no factor that means anything."""
         one, many = (given(records, "loss") for records in (self.a, self.b))
-        if not one or not many:
-            return "look at forward, then at backward: no loss was recorded"
-        wanted, mean = (sum(each) / len(each) for each in (one, many))
-        if min(abs(each - wanted) for each in (*many, mean)) <= self.noise() * abs(wanted):
-            return "the loss is right: look at backward, at its collectives"
-        return (f"the loss is wrong already, {mean:.6g} instead of {wanted:.6g}: look at forward, at positions, masks "
-                "and targets")
+        wanted, mean = (sum(each) / len(each) if each else None for each in (one, many))
+        is_right = None if not one or not many else (
+            min(abs(each - wanted) for each in (*many, mean)) <= self.noise() * abs(wanted))
+        loss = ("no loss was recorded: " if is_right is None else "the loss is right: " if is_right else
+                f"the loss is wrong already, {mean:.6g} instead of {wanted:.6g}: ")
+        for kind, n in self.sizes.items() if is_right is False else ():
+            if n > 1 and abs(mean - wanted - math.log(n)) <= self.noise() * abs(wanted):
+                return (f"{loss}by log {n}, of the number of {kind}: does a loss that is divided over the vocabulary "
+                        "get whole logits?")
+        hint = "" if any(each["outputs"] for each in self.a) else ' (Recorder(modules="blocks") says where)'
+        return loss + (where(self.a, self.b, self.limit, is_right) or (
+            "look at backward, at its collectives" if is_right else
+            "look at forward, at positions, masks and targets") + hint)
 
     def mixture(self, a: dict, b: dict, before: tuple | None) -> str:
         """What multiples of one process's micro-batches, and of its last step, the gradients are a sum of."""

@@ -18,13 +18,14 @@ WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 DDP = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel) if dist.is_available() else ()
 
 
-def named_parameters(model: torch.nn.Module):
-    """(name in the whole model, parameter) of each, tied ones under all of their names."""
+def renamer(model: torch.nn.Module):
+    """A function: name of a parameter or module here -> its name in the whole model."""
     modules = dict(model.named_modules(remove_duplicate=False))
     stages = {name: each.layer_number - 1 for name, each in modules.items()  # Megatron's stages count from 0 again
               if type(getattr(each, "layer_number", None)) is int and name.rpartition(".")[2].isdigit()}
     experts = getattr(parallel_state(), "get_expert_model_parallel_rank", int)()
-    for name, param in model.named_parameters(remove_duplicate=False):
+
+    def renamed(name: str) -> str:
         words, kept = name.split("."), []
         for i, word in enumerate(words):
             before = ".".join(words[:i])
@@ -34,7 +35,15 @@ def named_parameters(model: torch.nn.Module):
                 kept.append(str(int(word) + experts * len(modules[before])))
             elif word not in WRAPPERS and not (word == "module" and isinstance(modules.get(before), DDP)):
                 kept.append(word)
-        yield ".".join(kept), param
+        return ".".join(kept)
+    return renamed
+
+
+def named_parameters(model: torch.nn.Module):
+    """(name in the whole model, parameter) of each, tied ones under all of their names."""
+    renamed = renamer(model)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        yield renamed(name), param
 
 
 def parallel_state():

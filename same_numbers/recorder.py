@@ -1,8 +1,8 @@
 """The Recorder: what a rank holds of the first optimizer steps, as sketches in files, one a rank and step."""
 
-import atexit
 import functools
 import importlib.util
+import multiprocessing.util
 import pathlib
 import pickle
 import uuid
@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from . import frameworks
-from .sketches import bounds_of, digests, number, sketch_all, tensors
+from .outputs import Outputs
+from .sketches import bounds_of, digest, digests, number, sketch_all, tensors
 
 SMALL, MANY = 1 << 14, 64  # numbers in a parameter, and such parameters, whose gradient each micro-batch tells apart
 LEAVES = 32  # modules whose outputs say in which dtype the model computes
@@ -40,11 +41,13 @@ class Recorder:
     `("layers.3.up.weight", {0: (256, 1024)})`; None is a whole parameter. Where a sharded optimizer keeps gradients
     elsewhere than in `param.grad`, `gradient(param)` returns this rank's summand, in the parameter's shape.
     `first_step` numbers a resumed run's. `save_gradients` writes this rank's gradients themselves, too, as "whole".
+    `modules`, names with * or "blocks", are those whose outputs, and gradients at them, say where a fault is; `tokens`
+    are the indices and the number of tokens, `([0, 1, 6, 7], 8)`, where this rank has a part of each sample.
     Raises ValueError where nothing could be recorded by these arguments.
     """
 
     def __init__(self, model, optimizer, folder, *, steps: int = 3, first_step: int = 1, parts=None, gradient=None,
-                 save_gradients: bool = False):
+                 save_gradients: bool = False, modules=(), tokens=None):
         if steps < 1:
             raise ValueError(f"steps={steps} records nothing: use 1 or more")
         is_many = dist.is_available() and dist.is_initialized()
@@ -66,6 +69,7 @@ class Recorder:
             "params": {name: {"shape": shape, "bounds": self.keys[name], "dtype": str(self.params[name].dtype)[6:],
                               "trained": self.params[name].requires_grad, "held": id(self.params[name]) in self.groups}
                        for name, (shape, index) in self.places.items()}})
+        self.outputs = Outputs(self.modules, modules, tokens)
         self.forget()
         self.hooks = self.add_hooks()
 
@@ -77,7 +81,7 @@ class Recorder:
         return found
 
     def add_hooks(self) -> list:
-        """Of each model, of some of its layers, and of the optimizer. A compiled graph is left as it is."""
+        """Of each model and of some of its layers. A compiled graph is left as it is."""
         everything, hooks = [each for model in self.modules for each in model.modules()], []
         is_compiled = any(hasattr(each, "_orig_mod") or each._compiled_call_impl for each in everything)
         for each in [each for each in self.modules if each._compiled_call_impl is None]:
@@ -90,13 +94,11 @@ class Recorder:
             small = [name for name, param in self.params.items() if param.requires_grad and param.numel() <= SMALL]
             hooks += [self.params[name].register_post_accumulate_grad_hook(functools.partial(self.after, name))
                       for name in small[:MANY]]
-        if isinstance(self.inner_optimizer(), torch.optim.Optimizer) and all(
-                id(param) in self.groups for param in self.params.values() if param.requires_grad):
-            # else a sharded optimizer has still to gather, and the next forward has the weights that it has changed
-            hooks.append(self.inner_optimizer().register_step_post_hook(self.after_step))
+        for name, each in self.outputs.modules.items() if not is_compiled else ():
+            hooks.append(each.register_forward_hook(functools.partial(self.after_module, name)))
         if not any(hasattr(param, "ds_id") for param in self.params.values()):
-            close = weakref.WeakMethod(self.close)
-            atexit.register(lambda: (found := close()) and found())
+            close = weakref.WeakMethod(self.close)  # at the end of the process, also of a forked one
+            multiprocessing.util.Finalize(None, lambda: (found := close()) and found(), exitpriority=1)
         return hooks
 
     def write(self, what: str, found: dict) -> None:
@@ -110,7 +112,8 @@ class Recorder:
     def forget(self) -> None:
         """What is counted anew in each step. Of each model: how deep in its forward, and how many micro-batches."""
         self.depth, self.forwards = dict.fromkeys(map(id, self.modules), 0), dict.fromkeys(map(id, self.modules), 0)
-        self.seen, self.partial, self.computed, self.is_random = [], {}, set(), False
+        self.seen, self.partial, self.computed, self.random = [], {}, set(), set()
+        self.outputs.forget()
 
     def find_parameters(self, parts) -> dict[str, str]:
         """Sets `params` and `places`, by names in the whole model. Returns further names of tied ones."""
@@ -142,16 +145,18 @@ class Recorder:
             if self.depth[id(module)] > 1:  # a model that calls itself, as a LightningModule does
                 return
             self.forwards[id(module)] += 1
-            self.random_state = torch.get_rng_state()
+            self.random_state = random_state()
             ids = [each for each in tensors([kwargs.get("input_ids"), *args, kwargs])
                    if each.ndim > 1 and not each.is_floating_point() and not each.is_complex()]
             self.seen += digests(ids[0]) if ids and module is self.modules[0] else []
+            self.outputs.samples = len(ids[0]) if ids else None
 
     @harmless
     def after_forward(self, module, args, output) -> None:
         if self.depth.get(id(module)):
             self.depth[id(module)] -= 1
-            self.is_random |= not torch.equal(self.random_state, torch.get_rng_state())
+            if not self.depth[id(module)] and self.random_state != random_state():
+                self.random.add(self.random_state)
 
     @harmless
     def after_leaf(self, module, args, output) -> None:
@@ -159,14 +164,19 @@ class Recorder:
             self.computed.add(str(output.dtype)[6:])
 
     @harmless
+    def after_module(self, name: str, module, args, output) -> None:
+        if self.next <= self.last and not self.is_over:
+            self.outputs.add(name, output, self.at_output)
+
+    @harmless
+    def at_output(self, *args) -> None:
+        self.outputs.add_gradient(*args)
+
+    @harmless
     def after(self, name: str, param) -> None:
         """After the backward of a micro-batch: the sum of the gradients so far."""
         if self.next <= self.last and not self.is_over:
             self.partial.setdefault(name, []).append(self.sketches({name: param.grad})[0][name])
-
-    def after_step(self, *args) -> None:
-        if self.next > self.last:
-            self.finish()
 
     def sketches(self, found: dict) -> tuple[dict, dict]:
         numbers = {name: frameworks.local(each, self.params[name]) for name, each in found.items()}
@@ -201,8 +211,8 @@ class Recorder:
                                                   for each in tensors(state) if each.ndim and each.is_floating_point()},
             "batchnorm": sum("BatchNorm" in (kind := type(each).__name__) and "Sync" not in kind and each.training
                              for each in modules),
-            "dropout": self.is_random or sum("Dropout" in type(each).__name__ and each.training and each.p > 0
-                                             for each in modules)})
+            "random": self.random, "outputs": self.outputs.packed(),
+            "dropout": any("Dropout" in type(each).__name__ and each.training and each.p > 0 for each in modules)})
         self.next += 1
         self.forget()
 
@@ -211,7 +221,7 @@ class Recorder:
 
     @harmless
     def finish(self) -> None:
-        """After the last step: the weights, so that what it has changed is judged, too."""
+        """Before the next forward: the weights, so that what the last step has changed is judged, too."""
         if not self.is_over:
             self.is_over = True
             self.write("end", {"weights": self.weights()})
@@ -220,7 +230,16 @@ class Recorder:
 
     def close(self) -> None:
         """Records what the last step has changed, where the training ends with it. The end of the process calls it."""
-        self.after_step()
+        if self.next > self.last:
+            self.finish()
+
+
+def random_state() -> str:
+    """Of the generators that layers draw from."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return " ".join(map(digest, states))
 
 
 def gather(own: dict, world: int) -> list[dict]:

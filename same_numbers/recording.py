@@ -13,7 +13,7 @@ class Recording:
     """What the ranks of a run have written into `folder`. Parameters have the names that `aliases` gives them.
 
     `info`: name -> shape, dtype and so on; `parts`: name -> part -> the ranks that hold it; `untied`: names of which a
-    rank has two parameters, where the other run has a tied one. Raises ValueError where a file is missing or cut off.
+    rank has two parameters, where the other run has a tied one; `owners`: the ranks whose optimizer has it. Raises ValueError where a file is missing or cut off.
     """
 
     def __init__(self, folder: pathlib.Path, aliases: dict | None = None):
@@ -41,7 +41,7 @@ class Recording:
             raise ValueError(f"{folder} has no trained parameters ({why}): there is nothing to compare")
 
     def place(self) -> None:
-        self.info, self.untied = {}, {}
+        self.info, self.untied, self.owners = {}, {}, collections.defaultdict(list)
         self.parts = collections.defaultdict(lambda: collections.defaultdict(list))
         for rank, params in enumerate(self.starts):
             for raw, info in params.items():
@@ -50,7 +50,8 @@ class Recording:
                     self.untied[name] = rank
                     continue
                 self.parts[name][info["bounds"]].append(rank)
-                self.info[name] = {**info, "held": info["held"] and self.info.get(name, info)["held"]}
+                self.info[name] = info
+                self.owners[name] += [rank] * info["held"]
 
     @staticmethod
     def read(path: pathlib.Path) -> dict:
@@ -77,7 +78,10 @@ class Recording:
         if not {*self.steps} & {*other.steps}:
             raise ValueError(f"{wrong} steps {self.steps} and {other.steps}")
         told = other.match(self)
-        for name in {**self.info, **other.info}:
+        self.absent = [name for name in self.info if name not in other.info]
+        if not other.info.keys() < self.info.keys():
+            self.absent = []
+        for name in [name for name in {**self.info, **other.info} if name not in self.absent]:
             for words in ("shape", "dtype", "trained"):
                 a, b = (each.info[name][words] if name in each.info else "absent" for each in (self, other))
                 if a != b:

@@ -66,14 +66,16 @@ class Totals(Causes):
         if not one or not many:
             return
         wanted, limit = sum(one) / len(one), max(self.limit, 1e-6) * max(map(abs, one))
-        counts = [len(each["samples"]) for each in self.b if each["loss"]]
-        many = [each for each in many if each] or many  # stages that have none may say 0
+        holders = [{rank for ranks in parts.values() for rank in ranks} for parts in self.many.parts.values()]
+        last = [each for rank, each in enumerate(self.b) if each["loss"] is not None and (
+            each["loss"] or all(rank in ranks for ranks in holders))]  # stages of a pipeline may say 0
+        many, counts = (given(last, "loss"), [len(each["samples"]) for each in last]) if last else (many, [1] * len(many))
         weighted = sum(n * each for n, each in zip(counts, many)) / (sum(counts) or 1)
-        alike = max(many) - min(many) <= limit
-        right = [sum(many) / len(many)] + [] if alike else [sum(many) / len(many), weighted, sum(many)]
+        unlike = max(many) - min(many) > limit and all(many)
+        right = [sum(many) / len(many)] + [weighted, sum(many)] * unlike
         if any(abs(each - wanted) <= limit for each in right):
             return
-        if not alike and min(many) < wanted < max(many):
+        if unlike and min(many) < wanted < max(many):
             self.notes.append(f"not judged: the loss of step {self.step}: the ranks' own lie on both sides of it")
             return
         mean = right[0]

@@ -4,6 +4,7 @@ import collections
 
 import torch
 
+from .frameworks import ordinary
 from .recording import Recording
 from .sketches import factor
 from .totals import Totals
@@ -40,7 +41,12 @@ class Comparison(Totals):
         self.computed, self.kept = self.dtype, self.dtype
         self.largest, self.hidden, self.last_seen = collections.defaultdict(float), {}, None
         self.count_ranks()
-        before = None
+        before, self.step = None, self.steps[0]
+        if one.absent:
+            self.add("parameters", [], f"no rank has {', '.join(dict.fromkeys(map(ordinary, one.absent)))}"[:300],
+                     f"{len(one.absent)} of them, such as {one.absent[0]}: has no stage their layer, or was Recorder not "
+                     "given all models?")
+            return
         for self.step in self.steps:
             self.a, self.b = one.load(self.step), many.load(self.step)
             self.dtypes()
@@ -231,7 +237,8 @@ class Comparison(Totals):
             raise ValueError(f"step {self.step}: {self.one.folder} has no gradients but zeros: call recorder.step() "
                              "after backward and before zero_grad(), and see that the loss is not detached")
         first = NOISE[self.computed][0]
-        groups = self.groups(a, b, lambda name: noise, lambda name: first * 1e-2 * total, self.many.summed, first)
+        floor = (0.1 * noise if before else 1e-2 * first) * total  # what the weights' rounding changes is in all of them
+        groups = self.groups(a, b, lambda name: noise, lambda name: floor, self.many.summed, first)
         whole = self.many.whole(b, self.many.summed)
         pair = [torch.cat([each[name] for name in a if name in whole]) for each in (whole, a)] if whole else None
         if pair and not groups and abs((c := float(pair[0] @ pair[1] / (pair[1] @ pair[1]))) - 1) > 0.2 * noise and (

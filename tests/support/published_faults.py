@@ -42,7 +42,7 @@ EXPECTED = {  # kind and fault: of what the verdict's first line has to speak, a
     "ep own_norm": ("gradient norm", "of its own"), "ddp flag": (ALL, MEAN), "replicas hook": (ALL, MEAN),
     "replicas stale": ("embedding", MEAN), "replicas undivided": (ALL, "too large = the number of.*micro-batches"),
     "replicas sum": (ALL, "too large.*a sum over ranks where the mean"), "replicas seeds": ("at the start", "seed"),
-    "replicas samples": ("samples", "does the loader ask"), "replicas rate": ("changed", "learning rate.*scheduler"),
+    "replicas samples": ("samples", "does the loader ask"), "replicas rate": ("settings", "learning rate.*scheduler"),
     "replicas recompute": ("layers.0", "look at backward|first wrong"),
     "padded own_count": (ALL, "count .* times.*padding"), "padded averaged": (ALL, "too small.*divided by ranks"),
     "contrastive own_samples": ("loss", "forward is right|negatives|other samples"),
