@@ -53,9 +53,10 @@ class Causes:
         fits = [kind for kind, n in self.sizes.items() if n > 1 and abs(ratio / n - 1) < 2e-3]
         one, many = (given(records, "loss") for records in (self.a, self.b))
         is_right = one and many and abs(sum(many) / len(many) - one[0]) < 1e-3 * abs(one[0])
+        is_right = is_right and max(self.sizes["replicas"], self.sizes["shards"]) > 1  # else nothing is added up
         order = sorted(fits, key=lambda kind: (kind == "micro-batches") is bool(is_right))
         causes = dict.fromkeys(CAUSES["ranks" if kind != "micro-batches" else kind, how] for kind in order)
-        words = f"{ratio:.5g} times too {how}" + f" = the number of {' or of '.join(fits)}" * bool(fits)
+        words = f"{ratio:.5g} times too {how}" + f" = the number of {' or of '.join(order)}" * bool(fits)
         return words + ", and of the wrong sign" * (c < 0), " Or: ".join(causes)
 
     def broken(self, kind: str) -> None:

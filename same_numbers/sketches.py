@@ -97,6 +97,17 @@ def factor(a: torch.Tensor, b: torch.Tensor, noise: float, floor: float = 0.0) -
     return 1.0 if abs(c - 1) < 1e-5 else float(f"{c:.{6 if noise < 1e-5 else 4}g}")
 
 
+def has_few_signs(a: torch.Tensor, b: torch.Tensor, shape: tuple, noise: float) -> bool:
+    """Whether sketches of updates are the same but for two numbers, which may have gone the other way."""
+    sizes, count = [min(size, BINS) for size in shape], torch.Size(shape).numel()
+    if count < 16 or len(a) != sum(sizes):
+        return False
+    parts = [each.abs().sort().values for each in (a - b).split(sizes)]
+    step = b.norm() / (len(shape) * count) ** 0.5
+    return torch.cat([each[:-2] for each in parts]).norm() <= noise * b.norm() and all(
+        each[-1] <= 5 * step for each in parts)
+
+
 def tensors(batch):
     """All tensors in nested dicts, lists and tuples."""
     if isinstance(batch, torch.Tensor):

@@ -6,7 +6,7 @@ import torch
 
 from .frameworks import ordinary
 from .recording import Recording
-from .sketches import factor
+from .sketches import factor, has_few_signs
 from .totals import Totals
 
 # By dtype, relative: what rounding changes in gradients of the first step, in later ones, and in weights at the start
@@ -39,7 +39,7 @@ class Comparison(Totals):
         self.names = [name for name, info in one.info.items() if info["trained"]]
         self.dtype = coarsest(*(one.info[name]["dtype"] for name in self.names))
         self.computed, self.kept = self.dtype, self.dtype
-        self.largest, self.hidden, self.last_seen = collections.defaultdict(float), {}, None
+        self.largest, self.hidden, self.freed, self.last_seen = collections.defaultdict(float), {}, set(), None
         self.count_ranks()
         before, self.step = None, self.steps[0]
         if one.absent:
@@ -84,7 +84,8 @@ class Comparison(Totals):
 
     def noise(self, before: tuple | None = None) -> float:
         """Of gradients. Later they are as much noise as the weights have come apart, beside the way that they went."""
-        first, later, _ = NOISE[self.computed]
+        first = NOISE[self.computed][0]
+        self.drift = first
         if not before:
             return first
         weights = [self.one.whole(self.one.held(each, "weights")) for each in (self.start, self.a)]
@@ -92,7 +93,8 @@ class Comparison(Totals):
         names = [name for name in self.names if name in theirs and name in weights[1]]
         way = sum((weights[1][name] - weights[0][name]).norm() ** 2 for name in names) ** 0.5
         apart = sum((weights[1][name] - theirs[name]).norm() ** 2 for name in names) ** 0.5
-        return min(later, first + 100 * float(apart / way)) if way else first
+        self.drift += 100 * float(apart / way) if way else 0.0
+        return min(0.5, self.drift)
 
     def add(self, what: str, which, by: str, cause: str = "") -> None:
         """A finding. `which`: name -> size of the difference beside the right value, or a name or none."""
@@ -107,9 +109,10 @@ class Comparison(Totals):
         self.found.append({"step": self.step, "what": what, "which": words, "by": by, "cause": cause, "size": size,
                            "worst": worst, "line": f"{line}: {cause}{how_large}"})
 
-    def groups(self, a: dict, b: dict, noise, floor, summed: bool = False, unlike_noise: float | None = None) -> dict:
+    def groups(self, a: dict, b: dict, noise, floor, summed: bool = False, unlike_noise: float | None = None,
+               few_signs: bool = False) -> dict:
         """How sketches are wrong -> name -> by how much, relative. `a`: name -> sketch; `b`: name -> part -> rank ->
-        sketch; `noise` and `floor` of a name."""
+        sketch; `noise` and `floor` of a name. `few_signs`: where a gradient is almost zero, an update's sign is noise."""
         found, whole = collections.defaultdict(dict), self.many.whole(b, summed)
         for name in [name for name in b if name in a or name in whole]:
             mine, theirs = (each.get(name, torch.zeros(())) for each in (a, whole))
@@ -129,6 +132,8 @@ class Comparison(Totals):
                 (each - next(iter(ranks.values()))).norm() > max((unlike_noise or limit) * each.norm(), floor(name))
                 for ranks in b[name].values() for each in ranks.values())
             c = factor(theirs, mine, limit, floor(name))
+            if not c and few_signs and has_few_signs(theirs, mine, self.one.info[name]["shape"], limit):
+                c = 1.0
             if unlike or c != 1:
                 found["unlike" if unlike else "factor" if c else "other", c][name] = apart
         return found
@@ -160,20 +165,17 @@ class Comparison(Totals):
         fine = {name: max(RESOLUTION[coarsest(self.one.info[name]["dtype"])], RESOLUTION[self.kept],
                           RESOLUTION["float32"] * bool(self.rounded)) for name in self.names}
         a = {name: new[name] - old[name] for name in self.names if name in new and name in old and name in gradients
-             and gradients[name].norm() > rounding}
+             and gradients[name].norm() > rounding and any(newer[name].values()) and any(older[name].values())}
+        self.freed |= {name for name in self.names if not any(newer[name].values())}
         b = {name: {part: {rank: vector - older[name][part][rank] for rank, vector in ranks.items()
                            if rank in older[name][part]} for part, ranks in newer[name].items()} for name in a}
         floors = {name: fine[name] * old[name].norm() for name in a}
-        noise = NOISE[self.updating if not self.rounded else coarsest(self.updating, "float32")][1]
-
-        def limit(name: str) -> float:  # of a few numbers, one or two may have a sign that is noise
-            few = 2 * (2 / torch.Size(self.one.info[name]["shape"]).numel()) ** 0.5
-            return max(noise, min(few, 0.9)) if self.updating == "bfloat16" else noise
-
+        dtype = self.updating if not self.rounded else coarsest(self.updating, "float32")
+        noise = max(NOISE[dtype][1], self.limit)
         hidden = [name for name, vector in a.items() if vector.norm() <= 2 * floors[name]]
         for name in hidden:
             self.hidden[name] = max(self.hidden.get(name, 0.0), float(a[name].norm() / (old[name].norm() or 1)))
-        found = self.groups(a, b, limit, floors.get)
+        found = self.groups(a, b, lambda name: noise, floors.get, few_signs=dtype != "float64")
         whole = self.many.whole(b)
         seen = [name for name in a if name not in hidden and name in whole]
         pair = [torch.cat([each[name] for name in seen]) for each in (whole, a)] if seen else None
@@ -241,7 +243,7 @@ class Comparison(Totals):
         groups = self.groups(a, b, lambda name: noise, lambda name: floor, self.many.summed, first)
         whole = self.many.whole(b, self.many.summed)
         pair = [torch.cat([each[name] for name in a if name in whole]) for each in (whole, a)] if whole else None
-        if pair and not groups and abs((c := float(pair[0] @ pair[1] / (pair[1] @ pair[1]))) - 1) > 0.2 * noise and (
+        if pair and not groups and abs((c := float(pair[0] @ pair[1] / (pair[1] @ pair[1]))) - 1) > 0.2 * self.drift and (
                 not self.rounded):
             groups = {("factor", c): dict.fromkeys(a, abs(c - 1))}
         if groups:
@@ -258,8 +260,8 @@ class Comparison(Totals):
             return
         noise = NOISE[self.computed]
         self.notes.append(
-            f"judged: gradients to {noise[0]:.0e} of their length in the first step ({noise[1]:.0e} later), updates to "
-            f"{NOISE[self.updating][1]:.0e}; the largest differences of all together are "
+            f"judged: gradients to {noise[0]:.0e} of their length in the first step ({self.limit:.0e} in the last), "
+            f"updates to {max(self.limit, NOISE[self.updating][1]):.0e}; the largest differences of all together are "
             f"{self.largest['gradients']:.1g} and {self.largest['updates']:.1g}")
         if self.computed != self.dtype:
             self.notes.append(f"mixed precision was seen: weights in {self.dtype}, judged by {self.computed}'s noise")
@@ -272,6 +274,8 @@ class Comparison(Totals):
             self.notes.append(
                 f"not judged: updates of {len(self.hidden)} of {len(self.names)} parameters: {self.dtype} hides less "
                 f"than {2 * fine:.1g} of a weight, they changed by {max(self.hidden.values()):.1g} at most")
+        if self.freed:
+            self.notes.append(f"not judged: updates of {len(self.freed)} parameters, which ranks had freed")
         idle = [name for name in self.names if name not in self.last_seen or not self.last_seen[name].any()]
         if idle:
             self.notes.append(f"not judged: {len(idle)} parameters without a gradient in both, such as {idle[0]}")

@@ -36,7 +36,7 @@ EXPECTED = {  # kind and fault: of what the verdict's first line has to speak, a
     "cp scale": (ALL, "too large.*sum over ranks"),
     "cp ring": ("[kv]_norm|layers", "look at backward|first wrong"),
     "pp twice": ("layers.[0*]", "twice|forward"), "pp never": ("layers.1", "absent|no rank"),
-    "pp tied": ("embedding", "tied"), "pp scale": (ALL, "number of.*micro-batches: is the loss divided"),
+    "pp tied": ("embedding", "tied"), "pp scale": (ALL, "number of.*micro-batches.*: is the loss divided"),
     "pp own_norm": (f"{ALL}|gradient norm", "its own"), "ep times": ("mlp.up", "too large.*sum over ranks"),
     "ep group": ("mlp.up", "group|other experts|mixed"), "ep balance": ("loss", "forward is right|balanc"),
     "ep own_norm": ("gradient norm", "of its own"), "ddp flag": (ALL, MEAN), "replicas hook": (ALL, MEAN),
