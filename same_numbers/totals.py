@@ -1,5 +1,7 @@
 """Of gradients that are right: the norm, the loss, and the settings with which the optimizer applies them."""
 
+import itertools
+
 from .causes import Causes, given
 from .frameworks import ordinary
 
@@ -15,10 +17,13 @@ class Totals(Causes):
         squares = self.one.squares(self.a)
         before = one[0] ** 2 / sum(squares.values())  # clipping
         squares = {name: each * before for name, each in squares.items()}
-        kinds = {"what several ranks hold whole": [name for name, parts in self.many.parts.items() if len(parts) == 1],
+        names = [*dict.fromkeys(map(ordinary, squares))]
+        pairs = [(name,) for name in names] + [*itertools.combinations(names[:64], 2)] * (self.limit < 1e-6)
+        kinds = {"what is of experts": [name for name in squares if "experts" in name],
+                 "what several ranks hold whole": [name for name, parts in self.many.parts.items() if len(parts) == 1],
                  "what is cut": [name for name, parts in self.many.parts.items() if len(parts) > 1],
-                 **{f"of {kind}": [name for name in squares if kind in ordinary(name)]
-                    for kind in ("experts", *{ordinary(name) for name in squares})}}
+                 **{f"what is of {' and '.join(pair)}": [name for name in squares if ordinary(name) in pair]
+                    for pair in pairs}}
         causes = {}
         for words, names in kinds.items():
             part = sum(squares[name] for name in names) / one[0] ** 2
