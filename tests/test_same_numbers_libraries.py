@@ -150,9 +150,10 @@ def lightning_trainer(folder, factor):
 def deepspeed(folder, factor, stage=1):
     import deepspeed as library
 
+    library.ops.__compatible_ops__.update(dict.fromkeys(library.ops.__compatible_ops__, False))  # else it compiles some
     library.init_distributed("gloo")
     model = Model().float()
-    engine, optimizer, *_ = library.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config={
+    engine, optimizer, *_ = library.initialize(model=model, optimizer=adam(model), config={
         "train_micro_batch_size_per_gpu": ROWS // WORLD, "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False})
     loop(engine, optimizer, folder, factor, engine.backward, engine.step)
@@ -171,9 +172,68 @@ def one_float(folder, factor):
     loop(model, adam(model), folder, factor)
 
 
-KINDS = {each.__name__: each for each in (one, one_float, ddp, compiled, zero_optimizer, fsdp2, hsdp, tensor_parallel,
-                                          fabric, lightning_trainer, deepspeed, deepspeed2, deepspeed3)}
-NEEDS = {"fabric": "lightning", "lightning_trainer": "lightning", **{f"deepspeed{i}": "deepspeed" for i in ("", 2, 3)}}
+def megatron(folder, factor):
+    """A GPT of megatron-core, cut over all ranks. Its norms of queries and keys see a rank's own heads."""
+    import contextlib
+
+    import same_numbers
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    torch.set_default_dtype(torch.float32)
+    if WORLD == 1:
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=WORLD)
+    tensor_parallel.get_cuda_rng_tracker().fork = contextlib.nullcontext  # there is no GPU, and no dropout
+    torch.cuda.current_device = lambda: "cpu"
+    torch.manual_seed(0)
+    model = GPTModel(TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, use_cpu_initialization=True,
+        tensor_model_parallel_size=WORLD, hidden_dropout=0.0, attention_dropout=0.0, qk_layernorm=True,
+        gradient_accumulation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
+        persist_layer_norm=False), get_gpt_layer_local_spec(qk_layernorm=True), vocab_size=32, max_sequence_length=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    recorder = same_numbers.Recorder(model, optimizer, folder, modules="blocks")
+    mask, positions = torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1), torch.arange(8).expand(ROWS, 8)
+    for step in range(STEPS):
+        ids = batch(step, 0, 1)
+        loss = model(ids[:, :-1], positions, mask, labels=ids[:, 1:]).mean()
+        (loss * factor).backward()
+        for name, param in model.named_parameters():
+            if "q_layernorm" in name or "k_layernorm" in name:
+                torch.distributed.all_reduce(param.grad)
+        recorder.step(loss=loss)
+        optimizer.step()
+        model.zero_grad()
+
+
+def tp_plan(folder, factor):
+    """transformers' own tensor parallelism."""
+    import transformers
+
+    torch.manual_seed(0)
+    kept = f"{folder}_model"  # rank 0 saves it
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2)).save_pretrained(kept)
+    if WORLD > 1:
+        torch.distributed.barrier()
+    plan = {"tp_plan": "auto"} if WORLD > 1 else {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(kept, dtype=torch.float64, **plan)
+    model.train()
+    forward = model.forward
+    model.forward = lambda ids: forward(input_ids=ids).logits
+    loop(model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False), folder, factor, rank=0, world=1)
+
+
+KINDS = {each.__name__: each for each in (
+    one, one_float, ddp, compiled, zero_optimizer, fsdp2, hsdp, tensor_parallel, fabric, lightning_trainer, deepspeed,
+    deepspeed2, deepspeed3, megatron, tp_plan)}
+NEEDS = {"fabric": "lightning", "lightning_trainer": "lightning", "megatron": "megatron",
+         **{f"deepspeed{i}": "deepspeed" for i in ("", 2, 3)}}
+ITSELF = {"megatron", "tp_plan"}  # their trusted run is their own, in one process
 
 
 @pytest.mark.trainers
@@ -185,7 +245,7 @@ def test_another_library_is_right_and_a_factor_is_named(kind, tmp_path):
         pytest.skip(f"{NEEDS[kind]} is not installed: pip install -e '.[trainers]'")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     many = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4" if kind == "hsdp" else "2"]
-    trusted = "one_float" if "deepspeed" in kind else "one"
+    trusted = kind if kind in ITSELF else "one_float" if "deepspeed" in kind else "one"
     for name, launcher, of, factor in (("one", [], trusted, 1), ("right", many, kind, 1), ("wrong", many, kind, 3)):
         subprocess.run([sys.executable, *launcher, __file__, of, tmp_path / name, str(factor)], env=environment,
                        check=True, timeout=300, cwd=tmp_path)
