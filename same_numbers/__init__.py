@@ -5,8 +5,9 @@
 
     python -m same_numbers one_process/ many_processes/
 
-sketches.py is how tensors are compared, frameworks.py what part of which parameter a rank holds; recorder.py, outputs.py
-and recording.py write and read, verdict.py and totals.py compare, causes.py and places.py explain. It needs torch alone.
+sketches.py is how tensors are compared, frameworks.py what part of which parameter a rank holds; recorder.py,
+outputs.py and recording.py write and read, verdict.py and totals.py compare, causes.py and places.py explain. The
+package needs torch alone.
 """
 
 from .recorder import Recorder

@@ -226,7 +226,7 @@ class Causes:
             sections = [section(self.b[ranks[0]]["gradients"][name], self.one.info[name]["shape"], bounds)
                         for bounds, ranks in self.many.parts[name].items()
                         if self.b[ranks[0]]["gradients"][name] is not None]
-            if len(sections) < 2 or len({*map(len, sections)}) > 1 or not len(sections[0]) or not sections[0].any() or any(
+            if len(sections) < 2 or len({*map(len, sections)}) > 1 or not sections[0].any() or any(
                     factor(each, sections[0], self.limit) != 1 for each in sections):
                 return ""
         return ("ranks that hold other parts have the same gradients: are these averaged over the wrong group, with "

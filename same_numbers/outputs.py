@@ -11,8 +11,8 @@ from .sketches import bounds_of, sketch, tensors
 
 
 class Outputs:
-    """Of the modules that `chosen` names. `found`, in the order of their calls: name -> `shape` of a sample, `bounds` of
-    the part of it that this rank has, and of `output` and `gradient` a row a sample (NaN where there is none)."""
+    """Of the modules that `chosen` names. `found`, in the order of their calls: name -> `shape` of a sample, `bounds`
+    of the part of it that this rank has, and of `output` and `gradient` a row a sample (NaN where there is none)."""
 
     def __init__(self, models: list, chosen, tokens):
         everything = {}
@@ -38,7 +38,9 @@ class Outputs:
                 torch._C._current_graph_task_id() >= 0):
             return
         shape, index = frameworks.placed(whole)
-        like = types.SimpleNamespace(**{"placements": whole.placements} if hasattr(whole, "placements") else {})
+        like, placements = types.SimpleNamespace(), getattr(whole, "placements", ())
+        if placements and not any(each.is_partial() for each in placements):
+            like.placements = placements
         sample_dim = 1 if self.samples not in (None, shape[0]) else 0  # Megatron has the tokens before the samples
         if self.samples not in (None, shape[sample_dim]):
             return
@@ -47,8 +49,9 @@ class Outputs:
             index[0], shape[0] = self.tokens
         place = tuple(shape), index
         rows = sketch(frameworks.local(whole, like).movedim(sample_dim, 0), index, place[0])
-        kept = self.found.setdefault(name, {"shape": place[0], "bounds": bounds_of(place), "output": [], "gradient": []})
-        if kept["bounds"] != bounds_of(place):
+        bounds = bounds_of(place)
+        kept = self.found.setdefault(name, {"shape": place[0], "bounds": bounds, "output": [], "gradient": []})
+        if kept["bounds"] != bounds:
             return  # a number of tokens that is not the same in each micro-batch
         kept["output"] += rows
         kept["gradient"] += torch.full_like(rows, torch.nan)

@@ -28,7 +28,7 @@ class Found(NamedTuple):
 
 
 def rows_of(records: list[dict], known: list[str], names: dict[str, str] | None = None) -> dict[str, dict]:
-    """module -> sample -> its rows. A sample is known by its digest or, where ranks see parts of each, by its number."""
+    """module -> sample -> its rows. A sample is known by its digest or, where ranks see parts, by its number."""
     found = {}
     for rank, record in enumerate(records):
         samples = record["samples"]
@@ -99,8 +99,9 @@ def where(a: list[dict], b: list[dict], noise: float, is_loss_right: bool | None
             by = "" if each.c is None else f", {each.c / backward[0].c:.4g} times what it should be"
             place = f"the gradient is first wrong at the output of {each.module}{by}, {extent(each)}"
             if each is backward[0]:
-                place += (": look at backward behind it, at its collectives" if is_loss_right else ": look at the "
-                          "loss, its targets and masks, and whether it sees a rank's own samples only (negatives, means)")
+                place += (": look at backward behind it, at its collectives" if is_loss_right else
+                          ": look at the loss, its targets and masks, and whether it sees a rank's own samples only "
+                          "(negatives, means)")
             return f"forward is right everywhere, {place}"
     return "forward is right everywhere, and so are the gradients at outputs" * bool(backward)
 

@@ -13,7 +13,8 @@ class Recording:
     """What the ranks of a run have written into `folder`. Parameters have the names that `aliases` gives them.
 
     `info`: name -> shape, dtype and so on; `parts`: name -> part -> the ranks that hold it; `untied`: names of which a
-    rank has two parameters, where the other run has a tied one; `owners`: the ranks whose optimizer has it. Raises ValueError where a file is missing or cut off.
+    rank has two parameters, where the other run has a tied one; `owners`: the ranks whose optimizer has it. Raises
+    ValueError where a file is missing or cut off.
     """
 
     def __init__(self, folder: pathlib.Path, aliases: dict | None = None):

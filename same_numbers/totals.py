@@ -74,7 +74,7 @@ class Totals(Causes):
         holders = [{rank for ranks in parts.values() for rank in ranks} for parts in self.many.parts.values()]
         last = [each for rank, each in enumerate(self.b) if each["loss"] is not None and (
             each["loss"] or all(rank in ranks for ranks in holders))]  # stages of a pipeline may say 0
-        many, counts = (given(last, "loss"), [len(each["samples"]) for each in last]) if last else (many, [1] * len(many))
+        many, counts = given(last, "loss") or many, [len(each["samples"]) for each in last]
         weighted = sum(n * each for n, each in zip(counts, many)) / (sum(counts) or 1)
         unlike = max(many) - min(many) > limit and all(many)
         right = [sum(many) / len(many)] + [weighted, sum(many)] * unlike

@@ -44,8 +44,8 @@ class Comparison(Totals):
         before, self.step = None, self.steps[0]
         if one.absent:
             self.add("parameters", [], f"no rank has {', '.join(dict.fromkeys(map(ordinary, one.absent)))}"[:300],
-                     f"{len(one.absent)} of them, such as {one.absent[0]}: has no stage their layer, or was Recorder not "
-                     "given all models?")
+                     f"{len(one.absent)} of them, such as {one.absent[0]}: has no stage their layer, or was Recorder "
+                     "not given all models?")
             return
         for self.step in self.steps:
             self.a, self.b = one.load(self.step), many.load(self.step)
@@ -112,7 +112,7 @@ class Comparison(Totals):
     def groups(self, a: dict, b: dict, noise, floor, summed: bool = False, unlike_noise: float | None = None,
                few_signs: bool = False) -> dict:
         """How sketches are wrong -> name -> by how much, relative. `a`: name -> sketch; `b`: name -> part -> rank ->
-        sketch; `noise` and `floor` of a name. `few_signs`: where a gradient is almost zero, an update's sign is noise."""
+        sketch; `noise` and `floor` of a name. `few_signs`: where a gradient is almost zero, its sign is noise."""
         found, whole = collections.defaultdict(dict), self.many.whole(b, summed)
         for name in [name for name in b if name in a or name in whole]:
             mine, theirs = (each.get(name, torch.zeros(())) for each in (a, whole))
@@ -176,15 +176,20 @@ class Comparison(Totals):
         for name in hidden:
             self.hidden[name] = max(self.hidden.get(name, 0.0), float(a[name].norm() / (old[name].norm() or 1)))
         found = self.groups(a, b, lambda name: noise, floors.get, few_signs=dtype != "float64")
-        whole = self.many.whole(b)
-        seen = [name for name in a if name not in hidden and name in whole]
-        pair = [torch.cat([each[name] for name in seen]) for each in (whole, a)] if seen else None
-        if pair and not found and abs((c := float(pair[0] @ pair[1] / (pair[1] @ pair[1]))) - 1) > 0.2 * noise:
-            found = {("factor", c): {name: abs(c - 1) for name in seen}}
+        found = found or self.together("updates", {name: a[name] for name in a if name not in hidden},
+                                       self.many.whole(b), 0.2 * noise)
         for (how, c), names in found.items():
             self.add(*self.of_update(how, c, names, before))
-        if pair:
-            self.largest["updates"] = max(self.largest["updates"], float((pair[0] - pair[1]).norm() / pair[1].norm()))
+
+    def together(self, what: str, a: dict, whole: dict, limit: float) -> dict:
+        """As groups(), of all sketches in one: a common factor shows where it is too small to be seen in each."""
+        names = [name for name in a if name in whole]
+        mine, theirs = (torch.cat([each[name] for name in names] or [torch.zeros(1)]) for each in (a, whole))
+        if not mine.any():
+            return {}
+        self.largest[what] = max(self.largest[what], float((theirs - mine).norm() / mine.norm()))
+        c = float(theirs @ mine / (mine @ mine))
+        return {("factor", c): dict.fromkeys(names, abs(c - 1))} if abs(c - 1) > limit else {}
 
     def last_update(self, before: tuple) -> None:
         """Of the last step, where both recordings have the weights behind it."""
@@ -239,17 +244,13 @@ class Comparison(Totals):
             raise ValueError(f"step {self.step}: {self.one.folder} has no gradients but zeros: call recorder.step() "
                              "after backward and before zero_grad(), and see that the loss is not detached")
         first = NOISE[self.computed][0]
-        floor = (0.1 * noise if before else 1e-2 * first) * total  # what the weights' rounding changes is in all of them
+        floor = (0.1 * noise if before else 1e-2 * first) * total  # what weights' rounding changes is in all of them
         groups = self.groups(a, b, lambda name: noise, lambda name: floor, self.many.summed, first)
-        whole = self.many.whole(b, self.many.summed)
-        pair = [torch.cat([each[name] for name in a if name in whole]) for each in (whole, a)] if whole else None
-        if pair and not groups and abs((c := float(pair[0] @ pair[1] / (pair[1] @ pair[1]))) - 1) > 0.2 * self.drift and (
-                not self.rounded):
-            groups = {("factor", c): dict.fromkeys(a, abs(c - 1))}
+        groups = groups or self.together("gradients", a, self.many.whole(b, self.many.summed),
+                                         max(0.2 * self.drift, ROUNDING["float64"] * bool(self.rounded)))
         if groups:
             self.explain(groups, a, b, before)
             return
-        self.largest["gradients"] = max(self.largest["gradients"], float((pair[0] - pair[1]).norm() / pair[1].norm()))
         self.judge_norm(a)
         self.judge_settings()
         self.last_seen = a
