@@ -44,6 +44,10 @@ class Causes:
             return ", ".join(kinds)
         return f"{len(names)} of {len(self.names)} parameters, {names[0]} to {names[-1]}"
 
+    def is_alone(self) -> bool:
+        """Whether a pipeline's stages share nothing."""
+        return max(self.sizes["replicas"], self.sizes["shards"]) == 1
+
     def fits(self, c: float) -> tuple[str, str]:
         """A factor in words, and what it usually is where it is a number of micro-batches or ranks, the likelier first:
         a loss that is as much too large was not divided, one that is right was."""
@@ -53,7 +57,7 @@ class Causes:
         fits = [kind for kind, n in self.sizes.items() if n > 1 and abs(ratio / n - 1) < 2e-3]
         one, many = (given(records, "loss") for records in (self.a, self.b))
         is_right = one and many and abs(sum(many) / len(many) - one[0]) < 1e-3 * abs(one[0])
-        is_right = is_right and max(self.sizes["replicas"], self.sizes["shards"]) > 1  # else nothing is added up
+        is_right = is_right and not self.is_alone()  # else nothing is added up
         order = sorted(fits, key=lambda kind: (kind == "micro-batches") is bool(is_right))
         causes = dict.fromkeys(CAUSES["ranks" if kind != "micro-batches" else kind, how] for kind in order)
         words = f"{ratio:.5g} times too {how}" + f" = the number of {' or of '.join(order)}" * bool(fits)
@@ -245,7 +249,7 @@ class Causes:
                 return (f"{loss}by log {n}, of the number of {kind}: does a loss that is divided over the vocabulary "
                         "get whole logits?")
         hint = "" if any(each["outputs"] for each in self.a) else ' (Recorder(modules="blocks") says where)'
-        return loss + (where(self.a, self.b, self.limit, is_right) or (
+        return loss + (where(self.a, self.b, self.limit, is_right, self.is_alone()) or (
             "look at backward, at its collectives" if is_right else
             "look at forward, at positions, masks and targets") + hint)
 

@@ -34,8 +34,9 @@ def rows_of(records: list[dict], known: list[str], names: dict[str, str] | None 
         samples = record["samples"]
         for name, kept in record["outputs"].items():
             rows = [Row(rank, kept["shape"], kept["bounds"], *pair) for pair in zip(kept["output"], kept["gradient"])]
-            keys = samples if {*samples} <= {*known} and len(samples) == len(rows) else known
-            for key, row in zip(keys, rows) if len(keys) == len(rows) else ():
+            keys = samples if samples and {*samples} <= {*known} and len(samples) == len(rows) else known
+            # a pipeline's first step may begin with a forward more, to learn shapes
+            for key, row in zip(keys, rows[-len(keys) :]) if len(keys) <= len(rows) else ():
                 found.setdefault(names[name] if names else name, {}).setdefault(key, []).append(row)
     return found
 
@@ -77,8 +78,9 @@ def judge(module: str, mine: dict, theirs: dict, kind: str, noise: float) -> Fou
                  int((apart > noise * a.norm(dim=1)).sum()), len(a))
 
 
-def where(a: list[dict], b: list[dict], noise: float, is_loss_right: bool | None) -> str:
-    """In words, of the records of a step; "" where no modules were recorded."""
+def where(a: list[dict], b: list[dict], noise: float, is_loss_right: bool | None,
+          is_alone: bool) -> str:
+    """In words, of the records of a step; "" where no modules were recorded. `is_alone`: each part has one rank."""
     own = {name: () for record in b for name in record["outputs"]}
     names = match(own, {name: () for record in a for name in record["outputs"]})
     known = [sample for record in a for sample in record["samples"]]
@@ -91,7 +93,7 @@ def where(a: list[dict], b: list[dict], noise: float, is_loss_right: bool | None
         return ""
     for each in found["output"]:
         if each.c != 1:
-            ranks = f" on ranks {each.ranks}, right on others" * bool(each.ranks)
+            ranks = f" on ranks {each.ranks}, right on others{' (is it there twice?)' * is_alone}" * bool(each.ranks)
             return f"first wrong in forward: the output of {each.module}{ranks}, {extent(each)}"
     backward = found["gradient"][::-1]
     for each in backward:

@@ -28,14 +28,15 @@ SUM = "whose sum is right.*is the sum over tp ranks left out"
 MEAN = "whose mean is right: are some summands never averaged"
 EXPECTED = {  # kind and fault: of what the verdict's first line has to speak, and by which words it names the cause
     "tp head_norms": ("[qk]_norm", SUM), "tp gathered": ("loss", "log|forward is right|vocabulary"),
-    "tp mask": ("embedding: |embedding,", "forward"), "tp bias": (r"layers.0(.mlp)?\b", "forward"),
+    "tp mask": ("embedding: |embedding,", "first wrong in forward"),
+    "tp bias": (r"layers.0(.mlp)?\b", "first wrong in forward"),
     "tp bias_mean": ("down.bias", "times too small"), "tp f": ("norm.weight: ", SUM),
     "tp g": ("mlp.down.weight|layers.1", "one sum too many"), "tp counted": ("gradient norm", "counted once for each"),
     "tp own_norm": ("gradient norm", "of its own"), "sp norms": (r"norm\*?.weight", SUM), "sp router": ("router", SUM),
-    "cp labels": ("loss", "targets"), "cp positions": ("forward|layers.0", "positions|first wrong in forward"),
+    "cp labels": ("loss", "targets"), "cp positions": ("layers.0", "first wrong in forward"),
     "cp scale": (ALL, "too large.*sum over ranks"),
     "cp ring": ("[kv]_norm|layers", "look at backward|first wrong"),
-    "pp twice": ("layers.[0*]", "twice|forward"), "pp never": ("layers.1", "absent|no rank"),
+    "pp twice": ("layers.0", "first wrong in forward.*twice"), "pp never": ("layers.1", "absent|no rank"),
     "pp tied": ("embedding", "tied"), "pp scale": (ALL, "number of.*micro-batches.*: is the loss divided"),
     "pp own_norm": (f"{ALL}|gradient norm", "its own"), "ep times": ("mlp.up", "too large.*sum over ranks"),
     "ep group": ("mlp.up", "group|other experts|mixed"), "ep balance": ("loss", "forward is right|balanc"),
