@@ -29,7 +29,8 @@ setup(
     extras_require={
         "cluster": ["tensorboard>=2.17", "matplotlib>=3.8"],
         "finetune": FINETUNE,
-        "test": ["pytest>=8", "pytest-xdist>=3.8", "matplotlib>=3.8", "tensorboard>=2.17", "py-spy>=0.4", *FINETUNE, *DOCS],
+        "test": ["pytest>=8", "pytest-xdist>=3.8", "matplotlib>=3.8", "tensorboard>=2.17", "py-spy>=0.4", "spmd_types>=0.3.1",
+                 *FINETUNE, *DOCS],
         "docs": DOCS,
         "engines": ENGINES,
         "trainers": TRAINERS,

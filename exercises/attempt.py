@@ -1,5 +1,6 @@
 """What an exercise's check works with: the reader's version inside of the course's modules, and ways to judge it."""
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -99,6 +100,19 @@ class Attempt:
     def train(self, size: int, flags: str, ours: bool = False, prepare: Callable | None = None) -> Training:
         """train.py of the step, with these flags, on `size` ranks; see step_modules.train."""
         return train(self.ours if ours else self.theirs, size, flags.split(), prepare, self.world(size), SECONDS / 2)
+
+    @contextlib.contextmanager
+    def typed(self, axes: dict[str, int]):
+        """One rank of a grid under types for collectives, see tools/typed_rank.py. What it refuses is wrong."""
+        try:
+            from typed_rank import TypedRank, TypeRefused
+        except ImportError as error:
+            raise Wrong(str(error)) from None
+        with TypedRank(axes) as rank:
+            try:
+                yield rank
+            except TypeRefused as error:
+                raise Wrong(rank.named(str(error))) from None
 
     def ranks_of(self, group) -> str:
         """The global ranks of a process group, as text."""

@@ -19,13 +19,12 @@ import math
 import pathlib
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import baton
 from attempt import SECONDS, Attempt, Score, Wrong, describe_error, folders_of
-from baton import Violation, place, shown
+from baton import Violation, place, shown, within
 from blanks import find, take_out
 from launch import ROOT
 from step_modules import StepSource
@@ -124,11 +123,8 @@ def judge(one: Exercise, path: pathlib.Path, kind: type[Attempt] = Attempt) -> V
             problems.append(describe_error(error, path))
 
     thread = threading.Thread(target=run, daemon=True)
-    start, latest = time.process_time(), time.monotonic() + 3 * SECONDS  # other programs may run, too
     thread.start()
-    while thread.is_alive() and time.process_time() < start + SECONDS and time.monotonic() < latest:
-        thread.join(0.1)
-    if thread.is_alive():
+    if not within(SECONDS, lambda moment: thread.join(moment) or not thread.is_alive()):
         where = place(sys._current_frames()[thread.ident])
         problems.append(f"it does not end: after {SECONDS} seconds it is at {where}")
     return Verdict(not problems, "".join(problems[:1]), attempt.scores, attempt.sizes)

@@ -114,3 +114,33 @@ class ErrorFeedback:
         sent = self.quantise(wanted)
         self.left_over = wanted - sent
         return sent
+
+
+class GatherAlike(torch.autograd.Function):
+    """An all-gather in front of something that all ranks compute alike: its types are V -> I."""
+
+    @staticmethod
+    def forward(ctx, x):  # (N / ranks, D) -> (N, D)
+        rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, x.contiguous())
+        return torch.cat(rows)
+
+    @staticmethod
+    def backward(ctx, grad):  # (N, D) -> (N / ranks, D)
+        # I: the same on each rank, and all of it. A reduce-scatter, which belongs to V -> R, would add it up n times.
+        return grad.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def type_on_tp(name: str, sequence_parallel: bool) -> str:
+    """The type along tp of the weight `name` of a Llama that is split over tp ranks: "R", "I" or "V"."""
+    if "norm" not in name:
+        return "V"
+    # Norms are whole, and see what all ranks have, or each rank's own tokens: then each has a summand of the gradient.
+    return "R" if sequence_parallel else "I"
+
+
+def routed(x, router, up, down, f, g):
+    """Tokens x (N, D) pass an MLP whose width is split over the tp ranks, weighted by a router, whole on each rank."""
+    weights = torch.softmax(x @ router, dim=-1)[:, :1]  # (N, 1)
+    x, weights = f(x), f(weights)
+    return g(torch.relu(x @ up) @ down * weights)

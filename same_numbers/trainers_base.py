@@ -5,6 +5,7 @@ tokens, D: width, H: heads, E: experts, V: vocabulary.
 """
 
 import functools
+import inspect
 import pathlib
 import re
 from collections.abc import Callable
@@ -29,7 +30,7 @@ class Run(NamedTuple):
 def faults(trainer: Callable) -> dict[str, tuple[str, str]]:
     """name -> (what is wrong, where it was published), of a trainer's docstring."""
     return {name: (words, source) for name, words, source in
-            re.findall(r"^    (\w+): (.+) \((\S+#\d+|arXiv \S+)\)$", trainer.__doc__, re.M)}
+            re.findall(r"^(\w+): (.+) \((\S+#\d+|arXiv \S+)\)$", inspect.getdoc(trainer), re.M)}
 
 
 def world() -> int:

@@ -74,6 +74,7 @@ LlamaForCausalLM(LlamaConfig(vocab_size=1024, hidden_size=32, intermediate_size=
                              num_attention_heads=4, num_key_value_heads=4)).save_pretrained(folder)'""",
 }
 SHORTER = {  # program -> flags that cut a run short, and what tells that it is short enough already
+    r"tools/with_torch\.py": ("--steps 2 --seq_len 16", r"--steps"),
     r"step\d\w*/train\.py": ("--max_tokens 20480", r"--max_tokens (\d{1,4}|[1-3]\d{4})\b|--steps"),
     r"/run_(causal_lm|gpt2|llama|qwen|bert|vit)\.py": ("--steps 3", r"--steps"),
     r"--max_steps 5000": ("--max_steps 20", r"--max_steps \d\d\b"),

@@ -18,7 +18,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from launch import ROOT, Help, launch, metrics, modules_of
+from launch import ROOT, Help, fork, metrics, modules_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -166,11 +166,11 @@ def compare(args) -> int:
     for dp, pp, tp in GRIDS:
         with tempfile.TemporaryDirectory() as folder:
             grid = [f"--dp_size={dp}", f"--pp_size={pp}", f"--tp_size={tp}", *common]
-            launch(0, dp * pp * tp, *grid, "--steps", args.steps, "--samples", args.samples, "--microbatches",
-                   args.microbatches, "--out", f"{folder}/torch.json", script=__file__, timeout=600)
-            launch(8, dp * pp * tp, *grid, "--max_tokens", args.steps * args.samples * args.seq_len,
-                   "--micro_batch_size", args.samples // dp // args.microbatches, "--gradient_accumulation_steps",
-                   args.microbatches, "--max_grad_norm", 0, "--log_dir", folder, timeout=600)
+            fork(8, dp * pp * tp, *grid, "--steps", args.steps, "--samples", args.samples, "--microbatches",
+                 args.microbatches, "--out", f"{folder}/torch.json", script=__file__, timeout=600)
+            fork(8, dp * pp * tp, *grid, "--max_tokens", args.steps * args.samples * args.seq_len,
+                 "--micro_batch_size", args.samples // dp // args.microbatches, "--gradient_accumulation_steps",
+                 args.microbatches, "--max_grad_norm", 0, "--log_dir", folder, timeout=600)
             theirs, rows = json.loads(pathlib.Path(folder, "torch.json").read_text()), metrics(folder)
         loss = max(abs(row["loss"] - other) for row, other in zip(rows, theirs["losses"], strict=True))
         norm = abs(theirs["grad_norm"] / rows[-1]["grad_norm"] - 1)

@@ -51,3 +51,30 @@ def norm_gradients(attempt):
             ours = attempt.train(size, flags + accumulation, ours=True)
             sent = [sum(event.kind != "receive" for event in run.world.events) for run in (got, ours)]
             attempt.score("messages a step for the norms of 2 layers", 1 + (sent[0] - sent[1]) / (2 * size), 1)
+
+
+@exercise("14", "references:references.type_on_tp", hints=(
+    "A matrix that is split has other numbers on each rank.",
+    "Without sequence parallelism the norms see what is the same on each rank, and so is their gradient.",
+    "With it, each rank's norms see its own tokens: the weight is the same, and each has a summand of its gradient."))
+def annotate(attempt):
+    """Annotate a model: say of each weight which type it has along tp, so that types can be checked.
+
+    The model is that of this chapter, with and without sequence parallelism, after apply_tensor_parallel(). `name` is
+    as in model.named_parameters(): "embedding.weight", "decoder_layers.0.input_layernorm.weight",
+    "decoder_layers.0.attention.q_proj.weight", ... Return a letter of docs/TYPES.md:
+
+        "R"   the same on each rank, and each rank has a summand of its gradient
+        "I"   the same on each rank, and so is its gradient
+        "V"   other numbers on each rank
+
+    The check runs an optimizer step of train.py under your types, and says what is refused.
+    """
+    type_on_tp = attempt.function()
+    with attempt.typed({"tp": 2}):  # which says so where types are not installed
+        pass
+    from find_by_types import Case, check_step
+
+    for flags in (["--tp_size", "2"], ["--tp_size", "2", "--sequence_parallel"]):
+        refused = check_step(Case("14", 2, tuple(flags)), type_on_tp)
+        attempt.require(not refused, f"with {' '.join(flags)} this is refused:\n{refused}")

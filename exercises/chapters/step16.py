@@ -71,3 +71,41 @@ def dispatch_and_combine(attempt):
             attempt.same(gradient, whole[rank].grad, f"{what}: the gradient of its rows", rank)
             attempt.same(of_experts, {name: everyone[name].weight.grad for name in of_experts},
                          f"{what}: the gradient of expert", rank)
+
+
+@exercise("16", "references:references.routed", hints=(
+    "Run the check with a line that does nothing, such as `pass`: the refusal names the axis and both types.",
+    "x and the weights are I: the same on each rank, and so are their gradients. up and down are V.",
+    "Both x and the weights are multiplied by something that is V, so both need f. Not before the softmax: the router "
+    "is whole on each rank."),
+    blank=("x, weights = ",))
+def missing_collective(attempt):
+    """Find what is missing from the refusal: a block with a router lacks a collective or two.
+
+    x (N, D) and router (D, E) are the same on each tp rank, and so have to be their gradients: I. up (D, H/tp) and down
+    (H/tp, D) are parts: V. Without a line, types refuse the block (docs/TYPES.md):
+
+        Invariant type on axis tp cannot mix with other types. Found types: [I, V]
+          In matmul(args[0]: f64[4, 8] {tp: I}, args[1]: f64[8, 6] {tp: V})
+
+    f(tensor) and g(tensor) are those of step 4. Write the line, so that nothing is refused, and no collective runs that
+    need not.
+    """
+    with attempt.typed({"tp": 2}) as rank:
+        from typed_rank import I, P, R, V, spmd
+
+        shapes = {"x": (4, 8), "router": (8, 3), "up": (8, 6), "down": (6, 8)}
+        tensors = {name: torch.nn.Parameter(torch.ones(shape, dtype=torch.float64)) for name, shape in shapes.items()}
+        rank.start(tensors, lambda name: {"tp": V if name in ("up", "down") else I})
+        tp, sent = torch.distributed.group.WORLD, []
+
+        def f(tensor):
+            sent.append(tensor.numel())
+            return spmd.convert(tensor, tp, src=I, dst=R)
+
+        def g(tensor):
+            return spmd.all_reduce(spmd.assert_type(tensor, {tp: P}), tp, src=P, dst=I)
+
+        y = attempt.function()(*tensors.values(), f, g)
+        spmd.assert_type(y, {tp: I})
+        attempt.require(sum(sent) <= 4 * 8 + 4, f"f is given {sum(sent)} numbers, and {4 * 8 + 4} need it")

@@ -214,3 +214,33 @@ def recursive_doubling(attempt):
         attempt.require(all(torch.equal(each, sums[0]) for each in sums), f"tp {size}: the sums of the ranks differ in "
                         "their last bits, because they have added in different orders")
     attempt.score("rounds of two all-reduces over 8 ranks", world.rounds, 6)
+
+
+@exercise("4", "references:references.GatherAlike", hints=(
+    "Its types are V -> I: what is the type of the gradient of something that is I?",
+    "The gradient that comes back is the same on each rank, and complete: nothing has to be sent.",
+    "Each rank keeps the rows that it has given: chunk the gradient by dist.get_world_size(), and take dist.get_rank()."
+    ), blank=("def backward",))
+def conjugate(attempt):
+    """Write the backward that belongs to an all-gather whose result all ranks use alike: its type says which.
+
+    Each rank has some of the rows (V). forward gathers them, and all ranks compute the same loss from all rows, so the
+    types are V -> I (docs/TYPES.md):
+
+        forward     own rows, V  -----> all rows, I    -> all ranks alike -> the same loss
+        backward    own rows     <----- grad
+
+    grad (N, D) is the gradient of the loss with respect to all rows. Return that with respect to this rank's (N/n, D).
+    dist.get_rank() and dist.get_world_size() are rank and number of ranks n; there is only one group.
+    """
+    def program(modules, rank):
+        x = random(2, 3, seed=rank).requires_grad_()
+        (modules.references.GatherAlike.apply(x) * random(2 * size, 3, seed=9)).sum().backward()
+        return {"the gradient of a rank's rows": x.grad}
+
+    with attempt.typed({"tp": 2}) as rank:
+        (found,) = rank.observe(attempt.function(), (random(2, 3),)).values()
+        attempt.require(found == ("all_gather", "part"), f"{found[0]} in forward and {found[1] or 'nothing'} in "
+                        "backward are not the types V -> I: what does the gradient of an I need?")
+    for size in (2, 3):
+        attempt.both(size, program, f"{size} ranks")

@@ -26,6 +26,7 @@ from processes import processes
 FLAGS = ["--seq_len", 16, "--dtype", "float64", "--batch_size", 1, "--num_hidden_layers", 4, "--learning_rate", 1e-5,
          "--device", "cpu"]
 SAVE_EVERY, EVALUATE_EVERY = 10, 15
+PATIENCE = 240  # seconds until the next step is there: hosts may start while other programs run
 EVALUATION = ["--validation_split", 0.2, "--eval_every", EVALUATE_EVERY]
 LAYOUTS = {  # name -> (flags that decide what is computed where, flags of one process as well)
     "shares": (["--num_microbatches", 6], []),
@@ -144,11 +145,11 @@ class FaultyRun:
     def await_moment(self, fault: Fault) -> None:
         every = {"saving": SAVE_EVERY, "evaluating": EVALUATE_EVERY}.get(fault.moment)
         if fault.moment == "training":
-            self.wait(lambda: len(self.steps()) > 5, 60, "a step")
+            self.wait(lambda: len(self.steps()) > 5, PATIENCE, "a step")
         elif every:
-            self.wait(lambda: any(step % every in (0, every - 1) for step in self.steps()[5:]), 60, fault.moment)
+            self.wait(lambda: any(step % every in (0, every - 1) for step in self.steps()[5:]), PATIENCE, fault.moment)
         elif fault.moment == "measuring":
-            self.wait(lambda: "ranks over" in "".join(self.run.lines[self.mark:]) or len(self.steps()) > 20, 60,
+            self.wait(lambda: "ranks over" in "".join(self.run.lines[self.mark:]) or len(self.steps()) > 20, PATIENCE,
                       "a start")
         time.sleep(fault.after)
 

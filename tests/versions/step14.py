@@ -17,4 +17,11 @@ def sum_norm_gradients(model):
         if param.dim() == 1:
             all_reduce(model.gradient(param))  # right, with a message for each norm
 '''),
+    "annotate": Versions(
+        wrong=[
+            Wrong("norms are I with sequence parallelism, too", '"R" if sequence_parallel else "I"', '"I"',
+                  "with --tp_size 2 --sequence_parallel this is refused"),
+            Wrong("norms are R always", '"R" if sequence_parallel else "I"', '"R"', "with --tp_size 2 this is refused"),
+            Wrong("what is split is R", 'return "V"', 'return "R"', "take P and give I, but the input is R"),
+        ]),
 }

@@ -11,4 +11,11 @@ VERSIONS = {
                   "the results of its rows"),
             Wrong("the numbers are not swapped on the way back", "received, sent)", "sent, received)", "rank"),
         ]),
+    "missing_collective": Versions(
+        wrong=[
+            Wrong("the router's weights lack f", "f(x), f(weights)", "f(x), weights", "cannot mix with other types"),
+            Wrong("g in the place of f", "f(x), f(weights)", "g(x), g(weights)", "tensor has"),
+            Wrong("f already at the router", "    weights = torch.softmax(x", "    weights = torch.softmax(f(x)",
+                  "cannot mix with other types"),
+        ]),
 }

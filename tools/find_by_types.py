@@ -1,0 +1,249 @@
+"""What types for collectives find before a run, in one process: see docs/TYPES.md and typed_rank.py.
+
+    python tools/find_by_types.py                # of the museum's faults and of the published ones, in seconds
+    python tools/find_by_types.py partial "tp f" # of some of them, with the whole refusal
+    python tools/find_by_types.py --right        # our steps as they are, on grids of up to 1,024 ranks
+
+Rank 0 of a step's train.py, or of a trainer of same_numbers, runs up to its first optimizer step. Neither knows of
+types: what is annotated stands here, in annotate_step() and check_trainer().
+"""
+
+import argparse
+import functools
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import same_numbers
+from break_beyond import FAULTS
+from break_flags import sizes
+from find_faults import Case, case_of, source
+from same_numbers import trainers_base, trainers_data, trainers_model
+from step_modules import StepModules, train
+
+try:
+    from typed_rank import I, R, TypedRank, TypeRefused, V, set_types, spmd
+except ImportError as error:
+    sys.exit(f"find_by_types.py: {error}")
+
+GRIDS = (  # a step, its ranks and flags
+    ("4", 2, "--tp_size 2"), ("4", 8, "--tp_size 8"),
+    *[(step, ranks, f"--dp_size {ranks // 2 // tp} --pp_size 2 --tp_size {tp} {sequence_parallel}")
+      for step, choices in (("8", [""]), ("14", ["", "--sequence_parallel"])) for sequence_parallel in choices
+      for ranks, tp in ((8, 2), (1024, 2), (1024, 8))],
+    *[("15", ranks, f"--dp_size {ranks // 2 // tp} --cp_size 2 --tp_size {tp} {sequence_parallel}")
+      for sequence_parallel in ("", "--sequence_parallel") for ranks, tp in ((8, 2), (1024, 8))],
+    *[("16", ranks, f"--dp_size {ranks // tp} --ep_size {ep} --tp_size {tp} {sequence_parallel} --num_experts 8")
+      for sequence_parallel in ("", "--sequence_parallel")
+      for ranks, tp, ep in ((8, 2, 2), (8, 1, 8), (1024, 2, 8), (1024, 8, 2), (1024, 8, 8))
+      if tp > 1 or not sequence_parallel],
+)
+NOT_TYPED = {"pp": "torch.distributed.pipelining sends objects", "ddp": "DDP's hooks are C++",
+             "shards": "ZeRO's sums are sends and receives of unlike parts"}
+
+
+class Done(Exception):
+    """An optimizer step is through, up to the optimizer."""
+
+
+class OneRank:
+    """In place of a World: runs rank 0 alone, under types."""
+
+    def __init__(self, axes: dict[str, int]):
+        self.rank = TypedRank(axes)
+
+    def run(self, program: Callable[[int], object], timeout: float) -> None:
+        with self.rank:
+            program(0)
+
+
+def refusal(rank: TypedRank, program: Callable[[], object]) -> str:
+    """What is refused, "" where nothing is."""
+    try:
+        program()
+    except TypeRefused as error:
+        return rank.named(str(error))
+    except Done:
+        return ""
+    raise AssertionError("the program has ended before its optimizer")
+
+
+def check_step(case: Case, type_on_tp: Callable[[str, bool], str] | None = None) -> str:
+    """Runs rank 0 of a step's train.py up to its first optimizer step. Returns what is refused.
+
+    type_on_tp(name, sequence_parallel) may say the weights' types along tp, "R", "I" or "V".
+    """
+    found = sizes(case.flags)
+    micro_batches, length = max(2, found.pp_size), 32 if found.cp_size * found.tp_size > 8 else 16
+    small = {"seq_len": length, "num_key_value_heads": max(found.tp_size, 4), "num_hidden_layers": found.pp_size,
+             "gradient_accumulation_steps": micro_batches, "max_tokens": micro_batches * length * found.dp_size}
+    flags = (*case.flags, *(word for name, value in small.items() for word in (f"--{name}", str(value))))
+    world = OneRank({"dp": found.dp_size // found.ep_size, "ep": found.ep_size, "pp": found.pp_size,
+                     "cp": found.cp_size, "tp": found.tp_size})
+
+    def before_optimizer(*_) -> None:
+        world.rank.check_gradients()
+        raise Done
+
+    hook = register_optimizer_step_pre_hook(before_optimizer)
+    try:
+        return refusal(world.rank, lambda: train(
+            source(case), case.size, flags, lambda modules, _: annotate_step(
+                modules, world.rank, found, type_on_tp), world))
+    finally:
+        hook.remove()
+
+
+def annotate_step(modules: StepModules, rank: TypedRank, flags: argparse.Namespace, type_on_tp) -> None:
+    """The types of a step's samples, weights and messages, and which of its functions are collectives."""
+    for module in (getattr(modules, name, None) for name in ("tensor_parallel", "sequence_parallel")):
+        for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+            if hasattr(module, kind):
+                rank.replace(module, kind, lambda: modules.process_group_manager.process_group_manager.tp_group)
+    loader, clip, train_step = (modules.dataloader.MicroBatchDataLoader, modules.train.clip_grad_norm,
+                                modules.train.train_step)
+
+    def next_batch(self, following=loader.__next__) -> dict:
+        if hasattr(self, "position_ids"):
+            rank.annotate(self.position_ids, {"cp": V})
+        with spmd.no_typecheck():
+            batch = following(self)
+        return {name: rank.annotate(each, {"tp": R}, V) for name, each in batch.items()}
+
+    def typed_train_step(*args) -> torch.Tensor:
+        if not rank.weights:
+            model = next(each for each in args if isinstance(each, torch.nn.Module))
+            annotate_model(model, rank, flags, type_on_tp)
+            for each in model.modules():
+                if "attend" in vars(each):  # step 15 has bound it before types were checked
+                    each.attend = functools.partial(modules.context_parallel.RingAttention.apply, *each.attend.args)
+        return train_step(*args)
+
+    def typed_clip(*args) -> torch.Tensor:
+        rank.check_gradients()
+        return rank.check_norm(clip(*args))
+
+    loader.__next__, modules.train.clip_grad_norm, modules.train.train_step = next_batch, typed_clip, typed_train_step
+    if hasattr(modules, "expert_parallel"):
+        balance = modules.expert_parallel.ExpertBalance
+        balance.after_choice = spmd.no_typecheck(balance.after_choice)  # it counts for the log
+
+
+def annotate_model(wrapped: torch.nn.Module, rank: TypedRank, flags: argparse.Namespace, type_on_tp) -> None:
+    """Weights that tp ranks hold whole are I, as what passes them is; with sequence parallelism they see a part."""
+    model = getattr(wrapped, "module", wrapped)
+    whole, weights = R if flags.sequence_parallel else I, dict(model.named_parameters())
+    split = {getattr(each, name) for each in model.modules() for name in getattr(each, "tp_dims", ())}
+
+    def types_of(name: str) -> dict:
+        tied = name == "embedding.weight" and model.config.tie_word_embeddings
+        on_tp = ({"R": R, "I": I, "V": V}[type_on_tp(name, flags.sequence_parallel)] if type_on_tp
+                 else V if weights[name] in split else whole)
+        return {"tp": on_tp, "pp": R if tied else V,
+                "ep": V if ".experts." in name else R}
+
+    rank.received = {"tp": V if flags.sequence_parallel else I}
+    rank.start(weights, types_of)
+    for bucket in getattr(wrapped, "buckets", ()):
+        rank.annotate_buffer(bucket.grad_data, bucket.params)
+
+
+SUMMANDS = {"tp": "[qk]_norm", "sp": "norm|router|out.bias"}  # whole weights that are R there; elsewhere all are
+SAME_SAMPLES = ("tp", "sp", "cp")  # on all ranks
+
+
+def check_trainer(kind: str, fault: str = "") -> str:
+    """Runs rank 0 of 2 of a trainer of same_numbers up to its first optimizer step. Returns what is refused."""
+    rank, made, cut = TypedRank({"ranks": 2}), trainers_base.pairs, trainers_base.own
+
+    def recorder(model, optimizer, folder, parts=lambda name: None, **options) -> mock.Mock:
+        def types_of(name: str) -> dict:
+            is_own = kind == "local" or parts(name)
+            return {"ranks": V if is_own else R if re.search(SUMMANDS.get(kind, ""), name) else I}
+
+        rank.start(dict(model.named_parameters()), types_of)
+        return mock.Mock(step=before_optimizer)
+
+    def before_optimizer(**_) -> None:
+        rank.check_gradients()
+        raise Done
+
+    def pairs(*args) -> tuple[torch.Tensor, ...]:
+        with spmd.no_typecheck():
+            both = made(*args)
+        return tuple(rank.annotate(each, {"ranks": R if kind in SAME_SAMPLES else V}) for each in both)
+
+    def own(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        part = cut(x, dim)
+        return set_types(part, dict.fromkeys(rank.axes.values(), V)) if spmd.has_local_type(part) else part
+
+    with rank, mock.patch.object(same_numbers, "Recorder", recorder), mock.patch.object(
+            trainers_base, "own", own), mock.patch.multiple(
+            trainers_model, own=own, pairs=pairs), mock.patch.multiple(trainers_data, own=own, pairs=pairs):
+        return refusal(rank, lambda: trainers()[kind](trainers_base.Run(fault, pathlib.Path(), 1)))
+
+
+def trainers() -> dict[str, Callable]:
+    return trainers_model.TRAINERS | trainers_data.TRAINERS
+
+
+def published() -> list[str]:
+    """The faults of same_numbers' trainers, each behind its trainer."""
+    return [f"{kind} {fault}" for kind, trainer in trainers().items() for fault in trainers_base.faults(trainer)]
+
+
+def not_tried(name: str) -> str:
+    """Why types are not tried on a fault, "" where they are."""
+    return NOT_TYPED.get(name.split()[0], "")
+
+
+def check(name: str, healthy: bool = False) -> str:
+    """What is refused of a fault, or of the same without it."""
+    if name in FAULTS:
+        return check_step(case_of(FAULTS[name], () if healthy else FAULTS[name].edits))
+    return check_trainer(*name.split()[: 1 if healthy else 2])
+
+
+def print_found(names: list[str]) -> int:
+    """Prints what types say of each. Returns 1 where they refuse what is right."""
+    tried, found, accused, start = [name for name in names if not not_tried(name)], 0, 0, time.process_time()
+    for name in tried:
+        saw, alarm = check(name), check(name, healthy=True)
+        found, accused = found + bool(saw), accused + bool(alarm)
+        print(f"{name:20} {'FALSE ALARM ' + alarm if alarm else ''}"
+              f"{(saw if len(names) < 9 else saw.partition(chr(10))[0]) or 'not found'}")
+    print(f"{found} of {len(names)} found, {len(names) - len(tried)} not tried, {accused or 'none'} refused without a "
+          f"fault, in {time.process_time() - start:.1f} s of processor time")
+    return int(accused > 0)
+
+
+def print_right() -> int:
+    """Prints what types say of our steps. Returns 1 where they refuse one."""
+    accused = 0
+    for step, ranks, flags in GRIDS:
+        saw = check_step(Case(step, ranks, tuple(flags.split())))
+        accused += bool(saw)
+        print(f"step {step:>2}, {ranks:,} ranks, {' '.join(flags.split())}: {saw or 'nothing is refused'}", flush=True)
+    print(f"{accused or 'nothing'} refused on {len(GRIDS)} grids")
+    return int(accused > 0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of the museum, or trainer and fault in quotes")
+    parser.add_argument("--right", action="store_true", help="our steps as they are")
+    args = parser.parse_args(argv)
+    known = [*FAULTS, *published()]
+    if unknown := [name for name in args.names if name not in known]:
+        parser.error(f"there is no fault {unknown[0]!r}: choose of {', '.join(known)}")
+    return print_right() if args.right else print_found(args.names or known)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

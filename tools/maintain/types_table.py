@@ -1,0 +1,79 @@
+"""docs/TYPES.md's table: of each fault, do types find it, do numbers, and how far off is the loss of step 100?
+
+    python tools/maintain/types_table.py        # a quarter of an hour
+
+The museum's faults train here, on ranks in one process, with two layers. What same_numbers and the loss say of the
+published ones is in docs/SAME_NUMBERS.md, whose command is tests/support/published_faults.py.
+"""
+
+import tools_path  # noqa: F401  before launch
+
+import re
+import sys
+from unittest import mock
+
+from find_by_types import FAULTS, case_of, check, not_tried, published, sizes, source, train, trainers
+from find_faults import forget_models, same
+from launch import ROOT
+from thread_ranks import Violation
+
+
+def off_after(name: str, steps: int = 100) -> str:
+    """How far a fault takes the loss of this step from that of the same run without it, in percent; "-" of none."""
+    def loss(edits) -> float:
+        case = case_of(FAULTS[name], edits)
+        flags = sizes(case.flags)
+        tokens = 16 * flags.dp_size * flags.gradient_accumulation_steps * steps
+        words = "--num_hidden_layers", str(max(flags.pp_size, 2)), "--max_tokens", str(tokens)
+        return train(source(case), case.size, (*case.flags, *words), timeout=600).rows[-1]["loss"]
+
+    nothing = mock.Mock()  # train() would keep the weights and gradients of each step
+    try:
+        with mock.patch.multiple("step_modules", register_optimizer_step_pre_hook=nothing,
+                                 register_optimizer_step_post_hook=nothing):
+            percent = 100 * (loss(FAULTS[name].edits) / loss(()) - 1)
+        return f"{percent:+.2g}" if abs(percent) > 1e-3 else "0"
+    except (Violation, KeyError):
+        return "-"
+    finally:
+        forget_models()
+
+
+def table(rows: list[tuple[str, str, bool, str]]) -> str:
+    """In Markdown, of (fault, by types, by numbers, off): a row for the museum and for each trainer, and the rest."""
+    def cell(column: tuple[str, bool], where: str = "") -> str:
+        found = [(name, off) for name, *found, off in rows if tuple(found) == column
+                 and where in ("", name.split()[0] if " " in name else "museum")]
+        return ", ".join(f"{name.split()[-1] if where else name} {off}" for name, off in found)
+
+    lines = ["| faults of | by types and by numbers | by numbers alone |", "| --- | --- | --- |"]
+    for where in ["museum", *trainers()]:
+        cells = [cell(("yes", True), where), cell(("no", True), where)]
+        lines += [f"| {where} | {' | '.join(cells)} |"] if any(cells) else []
+    rest = {"By types alone": ("yes", False), "By neither": ("no", False),
+            "By numbers, types not tried": ("not tried", True)}
+    return "\n".join([*lines, "", *(f"- {words}: {cell(column)}" for words, column in rest.items())])
+
+
+def main() -> int:
+    """Prints a table of what types and numbers find, and how far off the loss of step 100 is, in percent."""
+    page, rows = (ROOT / "docs" / "SAME_NUMBERS.md").read_text(encoding="utf-8"), []
+    for name in [*FAULTS, *published()]:
+        types = "not tried" if not_tried(name) else "yes" if check(name) else "no"
+        if name in FAULTS:
+            try:
+                numbers = same(case_of(FAULTS[name], FAULTS[name].edits)).alarm
+            except (Violation, KeyError):
+                numbers = False
+            off = off_after(name)
+        else:  # python tests/support/published_faults.py has measured these
+            row = re.search(rf"^\| {name.replace(' ', ', ')}: .*$", page, re.M)[0].split(" | ")
+            numbers, off = bool(row[3]), row[2].removesuffix(" %")
+        rows.append((name, types, numbers, off))
+        print(rows[-1], file=sys.stderr, flush=True)
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
