@@ -1,5 +1,6 @@
 """The Recorder: what a rank holds of the first optimizer steps, as sketches in files, one a rank and step."""
 
+import contextlib
 import functools
 import importlib.util
 import multiprocessing.util
@@ -106,7 +107,8 @@ class Recorder:
 
     def fail(self, why: str) -> None:
         warnings.warn(f"same_numbers stops recording, the training goes on: {why}", stacklevel=3)
-        self.write(f"step{self.next}", {"error": why})
+        with contextlib.suppress(RuntimeError, OSError):  # a folder that is gone, a disk that is full
+            self.write(f"step{self.next}", {"error": why})
         self.next, self.is_over = self.last + 1, True
 
     def forget(self) -> None:
@@ -230,7 +232,7 @@ class Recorder:
 
     def close(self) -> None:
         """Records what the last step has changed, where the training ends with it. The end of the process calls it."""
-        if self.next > self.last:
+        if self.next > self.last and self.folder.is_dir():
             self.finish()
 
 
