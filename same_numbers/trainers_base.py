@@ -188,12 +188,11 @@ def mean_loss(logits, targets):
 
 
 def adam(model):
-    """With a group for DTensors. In float32 with small steps: large ones make much of rounding."""
+    """With a group for DTensors."""
     groups = [[], []]
     for param in model.parameters():
         groups[hasattr(param, "placements")].append(param)
-    lr = 1e-2 if torch.get_default_dtype() == torch.float64 else 1e-3
-    return torch.optim.AdamW([{"params": group} for group in groups], lr=lr)
+    return torch.optim.AdamW([{"params": group} for group in groups], lr=1e-2)
 
 
 def sum_gradients(model, of: Callable = lambda name: True, divisor: float = 1) -> None:
@@ -215,7 +214,7 @@ def train(run: Run, model, loss_of: Callable, after: Callable = lambda: None, *,
     """loss_of(step) goes forward and backward and returns the step's loss. after() completes the gradients and returns
     their norm, if it has clipped. Returns the losses."""
     optimizer, losses = optimizer or adam(model), []
-    recorder = same_numbers.Recorder(model, optimizer, run.folder, **options)
+    recorder = same_numbers.Recorder(model, optimizer, run.folder, modules="blocks", **options)
     for step in steps or range(run.steps):
         model.zero_grad()
         loss = loss_of(step)

@@ -32,6 +32,11 @@ def clipped(model, parts, fault=""):
     return clip(model.parameters(), squares if fault == "own_norm" else total(squares))
 
 
+def own_tokens():
+    """Recorder's tokens."""
+    return own(torch.arange(LENGTH), 0).tolist(), LENGTH
+
+
 def embed(weight, ids, fault):
     """A rank has some rows of the embedding. Others add the vectors of their tokens."""
     local, rows = ids - rank() * len(weight), len(weight) - 1 if fault == "mask" else len(weight)
@@ -104,7 +109,8 @@ def sp(run: Run):
         return ("out.bias" in name or "norm" in name and run.fault != "norms"
                 or "router" in name and run.fault != "router")
 
-    return train(run, model, accumulate(model), lambda: sum_gradients(model, sees_own_tokens), parts=parts.get)
+    return train(run, model, accumulate(model), lambda: sum_gradients(model, sees_own_tokens), parts=parts.get,
+                 tokens=own_tokens())
 
 
 def cp(run: Run):
@@ -124,7 +130,7 @@ def cp(run: Run):
         return inputs, inputs.roll(-1, dims=1) if fault == "labels" else targets
 
     return train(run, model, accumulate(model, part=part),
-                 lambda: sum_gradients(model, divisor=1 if fault == "scale" else world()))
+                 lambda: sum_gradients(model, divisor=1 if fault == "scale" else world()), tokens=own_tokens())
 
 
 def pp(run: Run):

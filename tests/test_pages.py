@@ -12,7 +12,9 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.S | re.M)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
 GENERATED = ("runs", "logs", "checkpoints")  # folders that a run writes
-READERS = ("exercises/mine", "models/smollm2", "undivided.py", "typed.py", "no_f.py", "no_g.py")  # where readers write
+# where readers write
+READERS = ("exercises/mine", "models/smollm2", "undivided.py", "shown.py", "shifted.py", "typed.py", "no_f.py",
+           "no_g.py")
 PATH = re.compile(r"[\w.*<>{}-]+(?:/[\w.*<>{}-]+)+/?|\b\w+\.(?:py|sh)\b")  # with a slash, or a program's name
 
 

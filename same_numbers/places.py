@@ -1,0 +1,113 @@
+"""Where: the first module in forward whose output, or in backward whose output's gradient, is not the trusted run's.
+
+Rows of sketches are matched by samples. A rank may hold some of them, or some tokens of each, or a summand."""
+
+from typing import NamedTuple
+
+import torch
+
+from .recording import match
+from .sketches import factor
+
+
+class Row(NamedTuple):
+    rank: int
+    shape: tuple
+    bounds: tuple
+    output: torch.Tensor
+    gradient: torch.Tensor
+
+
+class Found(NamedTuple):
+    module: str
+    c: float | None  # what the rows are a multiple of the right ones by, None where by nothing
+    size: float  # of the difference, relative
+    ranks: list[int]  # that are wrong, where others are right
+    wrong: int  # samples, of so many
+    samples: int
+
+
+def rows_of(records: list[dict], known: list[str], names: dict[str, str] | None = None) -> dict[str, dict]:
+    """module -> sample -> its rows. A sample is known by its digest or, where ranks see parts, by its number."""
+    found = {}
+    for rank, record in enumerate(records):
+        samples = record["samples"]
+        for name, kept in record["outputs"].items():
+            rows = [Row(rank, kept["shape"], kept["bounds"], *pair) for pair in zip(kept["output"], kept["gradient"])]
+            keys = samples if samples and {*samples} <= {*known} and len(samples) == len(rows) else known
+            # a pipeline's first step may begin with a forward more, to learn shapes
+            for key, row in zip(keys, rows[-len(keys) :]) if len(keys) <= len(rows) else ():
+                found.setdefault(names[name] if names else name, {}).setdefault(key, []).append(row)
+    return found
+
+
+def whole(rows: list[Row], kind: str) -> dict[int, torch.Tensor]:
+    """rank -> vector; where ranks hold parts, their sum as that of the first."""
+    if all(bounds == (0, size) for row in rows for bounds, size in zip(row.bounds, row.shape)):
+        return {row.rank: getattr(row, kind) for row in rows}
+    parts = {row.bounds: getattr(row, kind) for row in rows}
+    return {rows[0].rank: sum(parts.values())}
+
+
+def judge(module: str, mine: dict, theirs: dict, kind: str, noise: float) -> Found | None:
+    """None where nothing can be compared: no sample, other shapes, no gradients."""
+    pairs: dict[int, list] = {}
+    for sample in mine.keys() & theirs.keys():
+        if mine[sample][0].shape != theirs[sample][0].shape:
+            return None
+        wanted = next(iter(whole(mine[sample], kind).values()))
+        for rank, vector in whole(theirs[sample], kind).items():
+            if wanted.isfinite().all():
+                pairs.setdefault(rank, []).append((wanted, vector))
+    if not pairs:
+        return None
+    stacked = {rank: [torch.stack(each) for each in zip(*found)] for rank, found in pairs.items()}
+    if kind == "output" and len({len(each) for each in pairs.values()}) == 1 < len(pairs):
+        total = sum(each for _, each in stacked.values())
+        if factor(total.flatten(), next(iter(stacked.values()))[0].flatten(), noise) == 1:
+            return Found(module, 1.0, 0.0, [], 0, 0)  # each rank has a summand
+    factors = {rank: factor(b.flatten(), a.flatten(), noise) if b.isfinite().all() else None
+               for rank, (a, b) in stacked.items()}
+    right = [rank for rank, c in factors.items() if c == 1]
+    a, b = (torch.cat([each[i] for rank, each in stacked.items() if rank not in right or len(right) == len(stacked)])
+            for i in range(2))
+    apart = (b - a).norm(dim=1)
+    return Found(module, next(iter(factors.values())) if len({*factors.values()}) == 1 else None,
+                 float(apart.norm() / a.norm()) if a.any() else float(apart.any()),
+                 [rank for rank in factors if rank not in right] if right else [],
+                 int((apart > noise * a.norm(dim=1)).sum()), len(a))
+
+
+def where(a: list[dict], b: list[dict], noise: float, is_loss_right: bool | None,
+          is_alone: bool) -> str:
+    """In words, of the records of a step; "" where no modules were recorded. `is_alone`: each part has one rank."""
+    own = {name: () for record in b for name in record["outputs"]}
+    names = match(own, {name: () for record in a for name in record["outputs"]})
+    known = [sample for record in a for sample in record["samples"]]
+    known = known or [str(i) for i in range(max((len(each["output"]) for each in a[0]["outputs"].values()), default=0))]
+    one = rows_of(a, known)
+    many = rows_of(b, known, {name: names.get(name, name) for name in own})
+    found = {kind: [each for name in one if name in many and (each := judge(name, one[name], many[name], kind, noise))]
+             for kind in ("output", "gradient")}
+    if not found["output"]:
+        return ""
+    for each in found["output"]:
+        if each.c != 1:
+            ranks = f" on ranks {each.ranks}, right on others{' (is it there twice?)' * is_alone}" * bool(each.ranks)
+            return f"first wrong in forward: the output of {each.module}{ranks}, {extent(each)}"
+    backward = found["gradient"][::-1]
+    for each in backward:
+        if each.c is None or each.c != backward[0].c:
+            by = "" if each.c is None else f", {each.c / backward[0].c:.4g} times what it should be"
+            place = f"the gradient is first wrong at the output of {each.module}{by}, {extent(each)}"
+            if each is backward[0]:
+                place += (": look at backward behind it, at its collectives" if is_loss_right else
+                          ": look at the loss, its targets and masks, and whether it sees a rank's own samples only "
+                          "(negatives, means)")
+            return f"forward is right everywhere, {place}"
+    return "forward is right everywhere, and so are the gradients at outputs" * bool(backward)
+
+
+def extent(found: Found) -> str:
+    samples = f"all {found.samples}" if found.wrong == found.samples else f"{found.wrong} of {found.samples}"
+    return f"of {samples} samples, by {found.size:.2g} of its length"

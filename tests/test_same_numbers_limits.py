@@ -1,0 +1,206 @@
+"""same_numbers: what a yes is about, and what is said where nothing can be compared; recordings of small loops here."""
+
+import sys
+import types
+
+import pytest
+import same_numbers
+import torch
+from same_numbers.__main__ import main
+from torch import nn
+
+MODULE = sys.modules.get("same_numbers.recorder", same_numbers)
+
+
+class Two(nn.Module):
+    """(B, 6) -> (B, 4): a frozen layer and two trained ones."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base, self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 64), nn.Linear(64, 4)
+        self.base.requires_grad_(False)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(self.base(x))))
+
+
+def nothing(*args):
+    pass
+
+
+def train(monkeypatch, folder, rank=0, world=1, dtype=torch.float64, prepare=nothing, change=nothing, made=None, lr=1e-3,
+          loss=1.0, norm=None, wrap=lambda model: model, steps=3, kind=torch.optim.AdamW, adam=None):
+    """Three steps as `rank`; `prepare` changes a model before, `change` its gradients in a step."""
+    monkeypatch.setattr(MODULE, "dist", types.SimpleNamespace(
+        is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda: rank, get_world_size=lambda: world,
+        all_gather_object=nothing))
+    model = (made or Two)()
+    for param in model.parameters():
+        param.data = param.data if param.is_complex() else param.data.to(dtype)
+    prepare(model)
+    optimizer = kind(model.parameters(), lr=lr, **adam or {})
+    whole = wrap(model)
+    recorder = same_numbers.Recorder(whole, optimizer, folder, steps=steps)
+    for step in range(steps):
+        data = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).to(dtype)
+        out = whole(data)
+        (out.abs() if out.is_complex() else out).square().mean().backward()
+        change(model, step)
+        length = sum(param.grad.norm() ** 2 for param in model.parameters() if norm and param.grad is not None) ** 0.5
+        recorder.step(batch=data, loss=loss, norm=norm and (norm if isinstance(norm, str) else norm * length))
+        optimizer.step()
+        optimizer.zero_grad()
+    recorder.close()
+
+
+def compare(monkeypatch, capsys, tmp_path) -> tuple[int, str]:
+    monkeypatch.setattr("sys.argv", ["same_numbers", str(tmp_path / "one"), str(tmp_path / "many")])
+    try:
+        code = main()
+    except Exception as error:  # of what a user records there is no traceback
+        code = f"{type(error).__name__}: {error}"
+    return code, "".join(capsys.readouterr())
+
+
+def scaled(factor, name="", first=0):
+    def change(model, step):
+        for each, param in model.named_parameters():
+            if param.grad is not None and name in each and step >= first:
+                param.grad.mul_(factor)
+    return change
+
+
+def no_gradients(model, step):
+    model.zero_grad()
+
+
+def with_nan(model, step):
+    model.up.weight.grad[0, 0] = float("nan")
+
+
+class Complex(Two):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(6, dtype=torch.complex128))
+
+    def forward(self, x):
+        return super().forward((x * self.turn).real + (x * self.turn).imag)
+
+
+def imaginary(model, step):
+    if model.turn.grad is not None:
+        model.turn.grad.imag.mul_(-1)
+
+
+B, F = torch.bfloat16, torch.float32
+CASES = {  # of both, of the second recording only; exit code, words
+    "no gradient": (dict(change=no_gradients), {}, 2, "has no gradients"),
+    "zeros": (dict(change=scaled(0)), {}, 2, "has no gradients"),
+    "frozen": (dict(prepare=lambda model: model.requires_grad_(False), steps=0), {}, 2, ""),
+    "nan": ({}, dict(change=with_nan), 1, "up.weight on ranks [0]"),
+    "nan in both": (dict(change=with_nan), {}, 2, "up.weight, have NaN or infinity in both"),
+    "loss": ({}, dict(loss=3.0), 1, "loss, of gradients that are right: 3 instead of 1"),
+    "nan loss": ({}, dict(loss=float("nan")), 1, "the loss on ranks [0]"),
+    "norm": (dict(norm=1.0), dict(norm=99.0), 1, "gradient norm"),
+    "nan norm": (dict(norm=1.0), dict(norm=float("nan")), 1, "the norm on ranks [0]"),
+    "base": ({}, dict(prepare=lambda model: model.base.bias.data.mul_(2)), 1, "frozen, base.bias"),
+    "imaginary": (dict(made=Complex), dict(change=imaginary), 1, "turn: "),
+    "no rate": (dict(dtype=B), dict(lr=0.0), 1, "the learning rate was"),
+    "rate": (dict(dtype=B), dict(lr=1.5e-3), 1, "the learning rate was"),
+    "ascent": (dict(dtype=B), dict(adam={"maximize": True}), 1, "its maximize was"),
+    "warm-up": (dict(dtype=F, lr=1e-6), dict(lr=0.0), 1, "the learning rate was [0.0], not [1e-06]"),
+    "beta": (dict(dtype=F), dict(adam={"betas": (0.9, 0.95)}), 1, "its betas was [0.9, 0.95], not [0.9, 0.999]"),
+    "later": (dict(dtype=F), dict(change=scaled(1.02, first=1)), 1, "step 2: gradients, all 4 parameters: 1.02 times"),
+    "fine": (dict(dtype=B, lr=1e-5), {}, 0, "bfloat16 hides less than"),
+    "size": ({}, dict(change=scaled(1.01, "up.weight")), 1, "(largest: 0.01 of the right length, in up.weight)"),
+    "rounding": ({}, dict(change=lambda model, step: model.down.weight.grad.copy_(model.down.weight.grad.float())), 0,
+                 "as rounding in float32 does"),
+    "compiled": ({}, dict(wrap=lambda model: Engine(Engine(model))), 0, "matched by their longest common rest"),
+    "autocast": (dict(dtype=F), dict(wrap=lambda model: Mixed(model)), 0, "mixed precision was seen"),
+    "sparse": (dict(kind=torch.optim.SGD), dict(change=lambda model, step: setattr(model.up.bias, "grad", model.up.bias.grad.to_sparse())), 0, ""),
+    "fewer steps": ({}, dict(steps=2), 0, "not judged: steps [3]"),
+}
+
+
+class Engine(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self._forward_module = model
+
+    def forward(self, x):
+        return self._forward_module(x)
+
+
+class Mixed(Engine):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self._forward_module(x).float()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_yes_is_about_something(name, monkeypatch, tmp_path, capsys):
+    both, second, code, words = CASES[name]
+    if name == "frozen":
+        both = dict(both, steps=1, change=nothing, prepare=lambda model: model.requires_grad_(False))
+        monkeypatch.setattr(torch.Tensor, "backward", nothing)
+        code, words = 2, "no trained parameters (all are frozen)"
+    for folder, own in (("one", both), ("many", both | second)):
+        train(monkeypatch, tmp_path / folder, **own)
+    found, shown = compare(monkeypatch, capsys, tmp_path)
+    assert found == code and words in shown, (found, shown)
+
+
+def test_what_the_last_step_changed(monkeypatch, tmp_path, capsys):
+    train(monkeypatch, tmp_path / "one")
+    with monkeypatch.context() as patched:
+        count, step = iter(range(9)), torch.optim.AdamW.step
+        patched.setattr(torch.optim.AdamW, "step", lambda self: step(self) if next(count) < 2 else None)
+        train(patched, tmp_path / "many")
+    code, shown = compare(monkeypatch, capsys, tmp_path)
+    assert code == 1 and "what step 3 changed in the weights" in shown, shown
+
+
+@pytest.mark.parametrize("spoil, words", [
+    (lambda folder: (folder / "rank0_step2.pt").write_bytes((folder / "rank0_step2.pt").read_bytes()[:300]), "cut off"),
+    (lambda folder: (folder / "rank0_step2.pt").unlink(), "between 1 and 3 only [1, 3]"),
+    (lambda folder: (folder / "rank0_start.pt").write_text("{}"), "can't be read"),
+    (lambda folder: [path.unlink() for path in folder.iterdir()], "is missing"),
+    (lambda folder: [(folder / path.name).write_bytes(path.read_bytes()) for path in (folder.parent / "one").iterdir()],
+     "are the same recording"),
+    (lambda folder: (folder / "rank0_step2 (copy).pt").write_text(""), "the same numbers in steps [1, 2, 3]"),
+])
+def test_files_that_are_not_whole_or_strange(spoil, words, monkeypatch, tmp_path, capsys):
+    for folder in ("one", "many"):
+        train(monkeypatch, tmp_path / folder)
+    spoil(tmp_path / "many")
+    code, shown = compare(monkeypatch, capsys, tmp_path)
+    assert code == 2 * words.startswith(("cut", "betw", "can't", "is miss", "are")) and words in shown, (code, shown)
+
+
+def test_an_empty_recorder_and_one_that_fails(monkeypatch, tmp_path, capsys):
+    same_numbers.Recorder([], None, tmp_path / "many", steps=1).step()
+    train(monkeypatch, tmp_path / "one", steps=1)
+    code, shown = compare(monkeypatch, capsys, tmp_path)
+    assert code == 2 and "Recorder was given none" in shown
+    with pytest.warns(UserWarning, match="stops recording, the training goes on: TypeError"):
+        train(monkeypatch, tmp_path / "many", norm="no number", steps=1)
+    assert compare(monkeypatch, capsys, tmp_path)[0] == 2
+
+
+def test_thousands_of_small_parameters_take_no_time(monkeypatch, tmp_path, capsys):
+    import time
+
+    class Many(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = nn.ParameterList(torch.eye(4) * (i % 7 + 1) for i in range(5000))
+
+        def forward(self, x):
+            return x[:, :4] @ sum(self.weights)
+
+    start = time.process_time()
+    for folder in ("one", "many"):
+        train(monkeypatch, tmp_path / folder, made=Many, steps=1)
+    half, found = time.process_time() - start, compare(monkeypatch, capsys, tmp_path)
+    assert found[0] == 0 and half < 10 and time.process_time() - start - half < 10, (half, found)
