@@ -150,6 +150,15 @@ def unlike_pipelines_units(pipelines):
     return max(3 * layers * (microbatches + stages - 1) for stages, layers, microbatches in pipelines)
 
 
+def rank_of_many(number, layers, hidden, width, dp, tp, pp, microbatches, tokens):
+    """Bytes of a rank of a middle stage: 1 of its weights, or those that it sends over 2 dp or 3 pp in a step."""
+    matrices = (4 * hidden * hidden + 3 * hidden * width) / tp
+    weights = 4 * layers / pp * (matrices + 2 * hidden)  # norms are whole on each tp rank
+    summed = 2 * (dp - 1) / dp * weights
+    messages = 2 * microbatches * 4 * tokens * hidden  # hidden states go on, gradients go back
+    return (weights, summed, messages)[int(number) - 1]
+
+
 def zero_bytes(num_parameters, replicas):
     """Bytes that a rank keeps at the end of an optimizer step."""
     # all weights, and a share of the gradients and AdamW's two moments

@@ -6,6 +6,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from counting_runs import llama
+from launch import STEPS
 from schedule_check import interleaved_stages, play
 from step_modules import StepModules, StepSource
 from thread_ranks import World
@@ -86,3 +87,22 @@ def played(step: str, schedule: str, stages: int, microbatches: int, *chunks: in
         StepSource(step).load().virtual_stages, schedule)
     actions = [list(function(stage, stages, microbatches, *chunks)) for stage in range(stages)]
     return play(actions, seconds, interleaved_stages(stages) if chunks else None)
+
+
+@functools.cache
+def rank_run(layers: int, hidden: int, width: int, dp: int, tp: int, pp: int, microbatches: int,
+             tokens: int) -> list[int]:
+    """Bytes of the second stage's first rank, by tools/dry_run.py: its weights, and what it sends over dp and pp."""
+    from data_sheets import Shape  # before the modules of cluster/
+    from dry_run_rank import Event
+    from dry_run_step import run_rank
+
+    sizes = {"dp_size": dp, "tp_size": tp, "pp_size": pp, "gradient_accumulation_steps": microbatches,
+             "seq_len": tokens, "micro_batch_size": 1, "model_name": "llama", "device": "cpu"}
+    flags = [str(word) for name, size in sizes.items() for word in (f"--{name}", size)]
+    rank = run_rank(STEPS["8"] / "train.py", flags, dp * tp * pp, tp, 8, lambda *_: 0.0, False,
+                    {"llama": Shape(hidden, width, layers, 2, 2, 32, False, hidden // 2)})
+    events = [each for each in rank.count.log if isinstance(each, Event) and each.kind != "receive"]
+    sent = [sum(each.num_bytes for each in events if each.axis == axis and each.num_bytes > 8)
+            for axis in ("dp", "pp")]
+    return [rank.count.snapshots["after backward"]["weights"], *sent]

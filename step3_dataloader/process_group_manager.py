@@ -84,13 +84,15 @@ def init_process_group(backend: str, timeout_seconds: float = 600, flags: dict |
     if "RANK" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     flags = {f"--{name}": str(value) for name, value in (flags or {}).items() if not MAY_DIFFER.search(name)}
-    store.set(f"flags/{rank}", json.dumps({"the backend of --device": backend, **flags}))
-    everyone = [json.loads(store.get(f"flags/{other}")) for other in range(world_size)]
-    for name, value in everyone[0].items():
-        for other in range(1, world_size):
-            if everyone[other].get(name) != value:
-                raise UserError(f"ranks were started with different flags: {name} is {value} on rank 0, but "
-                                f"{everyone[other].get(name)} on rank {other}: give all ranks the same")
+    flags = {"the backend of --device": backend, **flags}
+    if rank == 0:
+        store.set("flags", json.dumps(flags))
+    unlike = [f"{name} is {value} on rank 0, but {flags.get(name)} on rank {rank}"  # to compare all with all takes long
+              for name, value in json.loads(store.get("flags")).items() if flags.get(name) != value]
+    if unlike or store.add("alike", 1) == world_size:  # a rank that differs, or the last of all: the others wait for it
+        store.set("difference", "".join(unlike[:1]))
+    if difference := store.get("difference").decode():
+        raise UserError(f"ranks were started with different flags: {difference}: give all ranks the same")
     dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size,
                             timeout=timeout)
 

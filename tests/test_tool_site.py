@@ -1,7 +1,6 @@
-"""The walkthrough site: every page is whole and leads somewhere; with -m slow, what a real browser finds in it."""
+"""The walkthrough site: every page is whole and leads somewhere; what a real browser finds in it."""
 
 import html.parser
-import itertools
 import json
 import os
 import re
@@ -11,13 +10,23 @@ import subprocess
 import pytest
 from launch import ROOT, STEPS
 
-for library in ("jinja2", "markdown_it", "pygments"):
+for library in ("sphinx", "myst_parser", "furo", "latex2mathml"):
     pytest.importorskip(library, reason="the site needs pip install -e '.[docs]'")
 
-from site_build import build
-from site_tours import find_programs
+from make_site import build
+from site_links import Repository
+from site_tours import find_programs, make_film
 from steps_compare import predecessor
 from tours import find_tours, read_tour
+
+SEARCHES = {  # what people type -> the page that has to be among the first three
+    "hang": "debugging", "NCCL timeout": "debugging", "Watchdog caught collective operation timeout": "debugging",
+    "OOM": "profiling", "loss spike": "step3", "gradient accumulation": "step3", "all_reduce": "step2",
+    "GLOO_SOCKET_IFNAME": "launch", "LoRA": "fine_tuning", "zero": "step12", "fine-tune on three machines": "fine_tuning",
+    "flags of step 8": "flags", "exercise 5": "step5", "ColumnParallelLinear": "step4", "one_f_one_b": "exercise-one_f_one_b",
+    "Received data size doesn't match": "debugging", "address already in use": "index", "diverged": "index",
+    "apply_tensor_parallel": "step4", "mixture of experts": "step16"}
+KINDS = ("index", "step4", "tour-4", "playground", "choose", "exercise-f", "source-tools-splits.py", "fine_tuning")
 
 
 class Reader(html.parser.HTMLParser):
@@ -25,15 +34,15 @@ class Reader(html.parser.HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
-        self.ids, self.links, self.loaded, self.headings, self.alts, self.lang = [], [], [], [], [], None
+        self.ids, self.links, self.loaded, self.headings, self.alts, self.lang = set(), [], [], [], [], None
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
         found = dict(attributes)
-        self.ids += [found["id"]] if "id" in found else []
-        self.links += [found["href"]] if tag == "a" else []
+        self.ids |= {found["id"]} if "id" in found else set()
+        self.links += [found["href"]] if tag == "a" and "href" in found else []
         self.loaded += [found[name] for name in ("src", "href") if name in found and tag != "a"]
-        self.headings += [int(tag[1])] if re.fullmatch("h[1-6]", tag) else []
+        self.headings += [tag] if tag == "h1" else []
         self.alts += [found.get("alt")] if tag == "img" else []
         self.lang = found.get("lang") if tag == "html" else self.lang
 
@@ -50,77 +59,89 @@ def pages(site):
     return {path.name: Reader(path.read_text(encoding="utf-8")) for path in site.glob("*.html")}
 
 
-def test_every_link_leads_somewhere(site, pages):
-    steps = [f"step{number}.html" for number in STEPS]
-    assert {"index.html", "cluster.html", "playground.html", "choose.html", *steps} <= pages.keys()
+def test_every_link_leads_somewhere_and_nothing_is_loaded_from_elsewhere(site, pages):
+    assert {"index.html", "cluster.html", "tour-9b.html", *(f"step{number}.html" for number in STEPS)} <= pages.keys()
     for name, page in pages.items():
-        assert len(page.ids) == len(set(page.ids)), name
         for link in page.links:
-            path, mark, anchor = link.partition("#")
-            if re.match(r"[a-z]+:", link):
-                continue
-            assert not path or (site / path).is_file(), (name, link)
-            assert not mark or anchor in pages[path or name].ids, (name, link)
+            path, _, anchor = link.partition("#")
+            if not re.match(r"[a-z]+:", link) and (path or anchor):
+                assert not path or (site / path).is_file(), (name, link)
+                assert not anchor or anchor in pages[path or name].ids, (name, link)
+        for address in page.loaded:
+            assert address[0] == "#" or (site / address.split("?")[0]).is_file(), (name, address)
 
 
-def test_pages_are_in_four_groups(site):
-    text = (site / "step12.html").read_text(encoding="utf-8").partition("</header>")[0]
-    groups = re.findall(r"<summary( class=\"here\")?>(.+?)</summary><ul>(.*?)</ul>", text, re.S)
-    links = {title: re.findall('href="(.+?)"', part) for _, title, part in groups}
-    assert [*links] == ["Course", "Beyond", "Your machines", "Reference"] and [bool(here) for here, *_ in groups] == [
-        False, True, False, False]
-    assert links["Course"][:2] == ["index.html", "step1.html"] and {"step16.html", "choose.html"} <= {*links["Beyond"]}
-    assert "cluster.html" in links["Your machines"] and {"torch.html", "contributing.html"} <= {*links["Reference"]}
-    assert all(5 <= len(each) <= 14 for each in links.values()), links
-
-
-def test_nothing_is_loaded_from_elsewhere(site, pages):
-    assert all(address == "data:," or (site / address).is_file() for page in pages.values() for address in page.loaded)
-    for path in [*site.glob("*.css"), *site.glob("*.js")]:
-        text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
-        assert not re.search(r"https?:|@import|url\(|\bfetch\(|\bimport\(", text), path.name
+def test_words_of_the_search_lead_to_places_that_are_there(pages):
+    for line in (ROOT / "tools/site/words.txt").read_text().splitlines():
+        page, _, anchor = line.partition(": ")[0].partition("#")
+        assert not anchor or anchor in pages[f"{page}.html"].ids, line
+        assert f"{page}.html" in pages, line
 
 
 def test_pages_can_be_read_by_everybody(pages):
     for name, page in pages.items():
-        assert page.lang == "en" and all(page.alts), name
-        assert page.headings.count(1) == 1 and page.headings[0] == 1, (name, page.headings)
-        assert all(b <= a + 1 for a, b in itertools.pairwise(page.headings)), (name, page.headings)
+        assert page.lang == "en" and all(page.alts) and (name == "search.html" or page.headings == ["h1"]), name
+
+
+def test_navigation_is_grouped_and_has_the_titles_of_the_pages(site):
+    text = (site / "step12.html").read_text(encoding="utf-8").partition('<div class="sidebar-tree">')[2]
+    text = text.partition("</aside>")[0]
+    groups = dict(re.findall(r'<span class="caption-text">(.+?)</span></p>(.*?)(?=<p class="caption"|\Z)', text, re.S))
+    assert [*groups] == ["Course", "Beyond", "Your machines", "Is your trainer right", "Reference"]
+    titles = re.findall(r'toctree-l1[^>]*><a class="reference internal" href="step(\d+)\.html">(.+?)</a>',
+                        groups["Course"])
+    assert [(number, (STEPS[number] / "README.md").read_text().partition("\n")[0][2:]) for number, _ in titles] == titles
+    assert "12 ZeRO 1 and 2" in groups["Beyond"] and "Debugging: it hangs" in groups["Is your trainer right"]
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_page_shows_both_files_whole(site, step):
-    """Without the marks, the lines on the left of a step's page are the old file, those on the right the new one."""
+    """The red and the plain lines of a diff are the old file, its green and plain lines the new one."""
     before = predecessor({int(number): folder for number, folder in STEPS.items()}, int(step))
     text, shown = (site / f"step{step}.html").read_text(encoding="utf-8"), set()
-    for name, part in re.findall(r'<h3 id="file-([^"]+)">(.*?)(?=<h3 id="file-|</section>)', text, re.S):
-        is_new = '<div class="code one"' in part
-        for side, folder in (("new", STEPS[step]), *([] if is_new else [("old", before)])):
-            cells = re.findall(rf'<code class="{side}"><(?:a|span) class="no"[^>]*>\d+</(?:a|span)>(.*?)</code>', part,
-                               re.S)
-            lines = [html.unescape(re.sub(r"<[^>]+>", "", cell)) for cell in cells]
-            path = folder / name
-            assert lines == (path.read_text(encoding="utf-8").splitlines() if path.exists() else []), (name, side)
+    for name, part in re.findall(r'aria-label="([\w.]+\.py)">(.*?)</div>', text, re.S):
+        lines = [(kind, html.unescape(re.sub(r"<[^>]+>", "", line))) for kind, line in re.findall(
+            r'<code class="(old|new|)"><(?:a|span) class="ln"[^>]*>\d+</(?:a|span)>(.*?)</code>', part, re.S)]
+        for folder, kinds in ((STEPS[step], ("new", "")), (before, ("old", ""))):
+            if folder and (folder / name).exists():
+                found = [line.rstrip() for kind, line in lines if kind in kinds]
+                assert found == [line.rstrip() for line in (folder / name).read_text().splitlines()], (name, kinds)
         shown.add(name)
     unchanged = {path.name for path in STEPS[step].glob("*.py")} - shown
     assert shown and all((before / name).read_bytes() == (STEPS[step] / name).read_bytes() for name in unchanged)
 
 
+def test_formulas_are_formulas(site):
+    texts = {name: (site / f"step{name}.html").read_text(encoding="utf-8") for name in (1, 3, 4, 10)}
+    assert all(text.count("<math") > 4 and not re.search(r"\\(frac|sum|sqrt)", text) for text in texts.values())
+
+
 @pytest.fixture
 def repository(tmp_path):
-    """repository(readme): a repository of one step with this README.md."""
-    def repository(readme: str):
-        (tmp_path / "repository" / "step1_model").mkdir(parents=True)
-        for name, text in {"step1_model/model.py": "x = 1\n", "step1_model/README.md": "# Step 1\n",
+    """repository(readme, **more): a repository of one step with this README.md, and more files."""
+    def repository(readme: str, more=()):
+        for name, text in {"step1_model/model.py": "x = 1\n", "step1_model/README.md": "# Step 1\n", **dict(more),
                            "README.md": f"# Title\n\n{readme}\n", "picture.png": ""}.items():
+            (tmp_path / "repository" / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / "repository" / name).write_text(text)
         return tmp_path / "repository"
 
     return repository
 
 
+@pytest.mark.parametrize("readme, more, said", [
+    ("[a](step2/model.py)", {}, "the link to 'step2/model.py' leads to nothing"),
+    ("![a](other.png)", {}, "there is no picture 'other.png'"),
+    ("[a](step1_model/README.md#none)", {}, "Sphinx refuses"),
+    ("", {"docs/NEW.md": "# New\n"}, "docs/NEW.md is in no group of the navigation")])
+def test_what_is_broken_is_named(repository, tmp_path, capfd, readme, more, said):
+    with pytest.raises(ValueError, match=said):
+        build(repository(readme, more), tmp_path / "out")
+    assert ("index.md:3" in capfd.readouterr().err) == ("Sphinx" in said)
+
+
 def test_site_replaces_nothing_but_a_site(repository, tmp_path):
-    root, out = repository("[model](step1_model/model.py)"), tmp_path / "out"
+    root, out = repository("[model](step1_model/model.py#L1)"), tmp_path / "out"
     assert build(root, out) == build(root, out)
     with pytest.raises(ValueError, match="something else than a site"):
         build(root, root)
@@ -128,20 +149,8 @@ def test_site_replaces_nothing_but_a_site(repository, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def film(tmp_path_factory):
-    """A site with the film of step 4. Where CI=1 says that all is installed, a program that is missing is red."""
-    folder = tmp_path_factory.mktemp("films")
-    try:
-        build(ROOT, folder, ["4"])
-    except ValueError as error:
-        assert "needs" in str(error) and not os.environ.get("CI"), error
-        pytest.skip(str(error))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def browsed(film, tmp_path_factory):
-    """What site_browser.mjs finds in a real browser."""
+def browsed(site, tmp_path_factory):
+    """What site_browser.mjs finds in a real browser. Where CI=1 says that all is installed, a missing one is red."""
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     assert chromium or not os.environ.get("CI"), "CI has to have a browser"
     if not chromium or not shutil.which("npm"):
@@ -151,52 +160,50 @@ def browsed(film, tmp_path_factory):
                              capture_output=True, text=True, timeout=300, env={**os.environ, "HOME": str(folder)})
     if install.returncode:
         pytest.skip(f"npm can't install playwright-core and axe-core: {install.stderr.strip()[-300:]}")
-    command = ["node", ROOT / "tests" / "support" / "site_browser.mjs", folder, chromium, film, folder / "profile"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    wanted = json.dumps({"pages": [f"{kind}.html" for kind in KINDS], "queries": [*SEARCHES]})
+    done = subprocess.run(["node", ROOT / "tests" / "support" / "site_browser.mjs", folder, chromium, site, wanted],
+                          capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.mark.slow
-def test_no_page_has_an_error_or_a_barrier_or_is_wider_than_a_phone(browsed):
-    assert browsed["errors"] == browsed["requests"] == browsed["overflow"] == []
-    assert browsed["axe"] == [], json.dumps(browsed["axe"], indent=1)
+def test_no_kind_of_page_has_an_error_or_a_barrier_or_is_wider_than_a_phone(browsed):
+    assert browsed["errors"] == browsed["requests"] == browsed["overflow"] == browsed["axe"] == []
+    assert browsed["before"] < 0 <= browsed["after"] and browsed["arrived"] == "step12.html"  # on a phone, two clicks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("query", SEARCHES)
+def test_a_search_finds_the_page(browsed, query):
+    first = [address.split(".html")[0] for address in browsed["results"][query]]
+    assert SEARCHES[query] in first, browsed["results"][query]
 
 
 @pytest.mark.slow
 def test_forms_are_followed(browsed):
     found = browsed["playground"]
-    assert found["start"]["facts"] == ["33", "27.3 %", "4", "48"] and found["start"]["live"] == list("4321")
+    assert found["start"] == {"facts": ["33", "27.3 %", "4", "48"], "live": list("4321"), "bars": 64}
     assert found["zb"]["facts"][:3] == ["27", "11.1 %", "4"] and found["zb"]["live"] == list("4444")
     assert found["changed"]["facts"] == ["25", "28.0 %", "2", "16"]  # stage 0 computes for 8 x 3 and waits once, for 1
-    assert found["reloaded"] == found["changed"]
-    assert "from 1 to 16" in found["wrong"]["problem"]
+    assert found["reloaded"] == found["changed"] and "from 1 to 16" in found["wrong"]
     found = browsed["choose"]
     assert found["changed"]["facts"][:2] == ["70.6 billion", "374"] and found["reloaded"] == found["changed"]
     assert found["changed"]["best"][:9] == ["1", "1", "4", "16", "1", "1f1b", "1", "512", "8.49"]
-    assert "divides the hidden size" in found["wrong"]["problem"]
+    assert "divides the hidden size" in found["wrong"]
 
 
 @pytest.mark.slow
-def test_a_tour_plays_in_a_browser(browsed):
-    found = browsed["tour"]
-    number = {name: [int(scene.removeprefix("scene-")) for scene in steps["shown"]]
-              for name, steps in found.items() if name != "captions"}
-    assert number["start"] == [1] and number["right"] == [3] and number["left"] == [2]
-    assert number["addressed"] == number["phone"] == [5] and found["phone"]["width"] <= 390
-    assert 6 <= number["played"][0] <= 8 and found["played"]["hash"] == f"#scene-{number['played'][0]}"
-    assert all(steps["isLitInView"] in (True, None) for name, steps in found.items() if name != "captions")
-    assert found["addressed"]["isLitInView"]
-    assert found["captions"]["mode"] == "showing" and found["captions"]["count"] > 20, "from a file, without a server"
-
-
-@pytest.mark.slow
-def test_a_film_is_as_long_as_its_words(film):
-    tour = read_tour(find_tours(ROOT)["4"])
-    probed = json.loads(subprocess.run(
-        ["ffprobe", "-v", "error", "-show_streams", "-show_format", "-of", "json", film / "step4.mp4"],
-        capture_output=True, text=True, check=True).stdout)
-    [stream], seconds = probed["streams"], sum(scene.seconds for scene in tour.scenes)
+def test_a_film_is_as_long_as_its_words(tmp_path):
+    place = find_tours(ROOT)["17"]
+    try:
+        film = make_film(Repository(ROOT, tmp_path), place.relative_to(ROOT), tmp_path)
+    except ValueError as error:
+        assert "needs" in str(error) and not os.environ.get("CI"), error
+        pytest.skip(str(error))
+    probed = json.loads(subprocess.run(["ffprobe", "-v", "error", "-show_streams", "-show_format", "-of", "json", film],
+                                       capture_output=True, text=True, check=True).stdout)
+    [stream], seconds = probed["streams"], sum(scene.seconds for scene in read_tour(place).scenes)
     assert (stream["codec_name"], stream["width"], stream["height"]) == ("h264", 1920, 1080)
     assert float(probed["format"]["duration"]) == pytest.approx(seconds, abs=2)
     assert seconds <= 7 * 60 and int(probed["format"]["size"]) <= 6e6

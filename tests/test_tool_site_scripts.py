@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from launch import ROOT
 from schedule_check import play
-from site_build import schedules
+from site_forms import schedules
 
 needs_node = pytest.mark.skipif(not shutil.which("node"), reason="the site's JavaScript needs apt-get install nodejs")
 

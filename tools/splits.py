@@ -4,11 +4,11 @@ A split is dp x pp x cp x tp ranks, a schedule with v chunks a rank, a level of 
 ranks among which these are divided. The formulas, each of a rank with P parameters, of N = dp cp ranks with the same
 weights, p stages and m micro-batches of B samples, of which a rank has T tokens each:
 
-    bytes     weights 4 P, in bfloat16 2 P more for their copies; gradients 4 P; AdamW 8 P, and Muon 4 P of the layers'
-              matrices. ZeRO 1 divides the last of these by N, and ZeRO 2 the last two, but for the
-              gradient of the largest parameter. ZeRO 3 keeps 16 P / N, two layers' weights and gradients, and those of
-              the rest: the embedding, the final norm and projection; with --gather_once those of all layers. Of an
-              expert, N is the dp cp / ep ranks with it
+    bytes     weights 4 P, in bfloat16 2 P more for their copies, which an embedding has not; gradients 4 P; AdamW 8 P,
+              and Muon 4 P of the layers' matrices. ZeRO 1 divides the last of these by N, and ZeRO 2 the last two, but
+              for the gradient of the largest parameter. ZeRO 3 keeps 16 P / N, two layers' weights and gradients, and
+              those of the rest: the embedding, the final norm and projection; with --gather_once those of all layers.
+              Of an expert, N is the dp cp / ep ranks with it
     alive     chunks of activations, see alive(); a layer's are those of data_sheets.kept_by_layer. Sequence
               parallelism divides what is between the blocks by tp. A token is in as many experts as it chose
     dp        2 (N-1)/N of 4 P bytes: an all-reduce, or the reduce-scatter and all-gather of ZeRO 1; ZeRO 2
@@ -193,11 +193,13 @@ def held(job: Job, split: Split, rank: int, m: int) -> dict[str, float]:
     owned, layer = layers + experts + rest, (layers + experts) / count
     divided = (layers + rest) / size + experts / of_expert
     copies = number if number < 4 else 0
-    weights, gradients = (4 + copies) * owned, 4 * (divided if zero > 1 else owned)
+    looked_up = table if rank == 0 and (split.pp > 1 or not shape.tied) else 0.0  # an embedding alone is never cast
+    weights, gradients = 4 * owned + copies * (owned - looked_up), 4 * (divided if zero > 1 else owned)
     if zero == 2:
         gradients += 4 * max(table, shape.hidden * shape.width / tp)
     if zero == 3:
-        gathered = (layers + experts if job.gather_once else 2 * layer)
+        at_once = min(2, math.ceil(shape.layers / (split.pp * chunks(job, split))))  # a chunk may be a single layer
+        gathered = layers + experts if job.gather_once else at_once * layer
         weights = 4 * divided + number * gathered + 4 * rest + (rank == split.pp - 1) * copies * table
         gradients += 4 * gathered + 4 * rest
     averages = 8 * (divided if zero > 0 else owned) - job.muon * 4 * matrices(job, split, rank) / size
@@ -227,6 +229,7 @@ def sent(job: Job, split: Split, rank: int, m: int) -> dict[str, float]:
     norms = sp * 4 * (2 * count + last + count * job.experts) * shape.hidden  # and routers
     weights = count * tokens * job.experts_per_token * number
     tied = 4 * shape.vocab * shape.hidden / tp if shape.tied and pp > 1 and (first or last) else 0.0
+    tied /= size if zero else 1  # of a divided gradient, a rank has its shard
     keys = 2 * count * tokens * shape.kv_heads * shape.head_dim / tp  # numbers of all layers' keys and values
     return {"dp": exchanged,
             "tp": 2 * (tp - 1) / tp * (sums * hidden + last * 12 * tokens + norms + (job.experts > 0) * weights

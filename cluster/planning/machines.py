@@ -203,11 +203,14 @@ class Cluster:
 
     def weight_bytes(self, stage: tuple[int, int]) -> float:
         """What a stage's parameters take: of a trained one the weight, its gradient and AdamW's two moments, in the
-        activations' dtype another copy of the weight where that is narrower; of a frozen one the weight."""
-        copy = NUMBER_BYTES[self.dtype]
+        activations' dtype another copy of the weight where that is narrower, but of an embedding that is only looked
+        up in; of a frozen one the weight."""
+        copy, looked_up = NUMBER_BYTES[self.dtype], 0
+        if stage[0] == 0 and not (self.tied_parameters and stage[1] == len(self.names)):
+            looked_up = self.tied_parameters or self.parameters_before[self.layers[0]]
         frozen = self.frozen_before[stage[1]] - self.frozen_before[stage[0]] + self.tied_frozen * self.is_end(stage)
-        trained_bytes = 4 * self.master_bytes + (copy if copy < self.master_bytes else 0)
-        return trained_bytes * self.parameters_of(stage) + self.frozen_bytes * frozen
+        copies = (self.parameters_of(stage) - looked_up) * (copy if copy < self.master_bytes else 0)
+        return 4 * self.master_bytes * self.parameters_of(stage) + copies + self.frozen_bytes * frozen
 
     def activation_bytes(self, stage: tuple[int, int], size: int, live: int, backward: str) -> float:
         """Activations at most: what so many live micro-batches keep for a backward (B), and what the one that is

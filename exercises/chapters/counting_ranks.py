@@ -4,7 +4,7 @@ import torch
 
 import references
 from counting_attempt import counts
-from counting_ranks import DP_TP, dp_run, pipeline_run, tp_run
+from counting_ranks import DP_TP, dp_run, pipeline_run, rank_run, tp_run
 from counting_runs import count_of, llama
 from thread_ranks import World
 
@@ -161,3 +161,31 @@ def pipeline_bytes(attempt, stage, stages, microbatches, tokens, hidden):
     bytes. The check runs step 8's executor, and adds up the messages.
     """
     return pipeline_run(stages, microbatches, tokens, hidden)[stage]
+
+
+@counts("8", "bytes", hints=(
+    "A middle stage has layers / pp decoder layers: 4 hidden^2 + 3 hidden width, of which each tp rank has 1 / tp, and "
+    "two norms of hidden numbers, which each has whole.",
+    "Once a step all gradients are summed over dp: 2 (dp - 1) / dp of their bytes, which are those of the weights.",
+    "In each micro-batch it sends (tokens, hidden) to the next stage, and as much to the one before."),
+    sizes=[dict(number=number, layers=layers, hidden=hidden, width=width, dp=dp, tp=tp, pp=pp, microbatches=m,
+                tokens=tokens) for layers, hidden, width, dp, tp, pp, m, tokens in (
+                    (3, 16, 24, 2, 1, 3, 1, 8), (6, 16, 24, 4, 1, 3, 2, 8), (3, 32, 24, 2, 2, 3, 3, 8),
+                    (4, 16, 40, 2, 2, 4, 1, 16), (6, 16, 24, 2, 1, 6, 2, 16), (3, 16, 24, 2, 1, 3, 3, 8))
+           for number in (1, 2, 3)],
+    mistakes=[
+    (" / tp", "", "each tp rank has a part of the matrices"),
+    ("layers / pp", "layers", "a stage has layers / pp of the layers"),
+    (" + 2 * hidden", "", "the norms are missing: two of hidden numbers in a layer"),
+    ("2 * (dp - 1) / dp", "1", "an all-reduce sends 2 (dp - 1) / dp of its bytes"),
+    ("2 * microbatches", "microbatches", "a middle stage sends in both directions"),
+    ("4 * tokens * hidden", "4 * tokens * hidden / tp", "hidden states between stages are whole on each tp rank")])
+def rank_of_many(attempt, number, layers, hidden, width, dp, tp, pp, microbatches, tokens):
+    """Predict three numbers of one rank of many.
+
+    Step 8 trains a Llama with as many key/value heads as query heads, of `hidden` numbers together, MLPs of `width` and
+    as many layers on each of pp stages, in float32. A micro-batch has `tokens` tokens. Return, for a rank of a stage in
+    the middle, the bytes of its weights (number 1), or those that it sends over dp (2) or pp (3) in an optimizer step.
+    The check is tools/dry_run.py, which can tell you the same of 16,384 ranks.
+    """
+    return rank_run(layers, hidden, width, dp, tp, pp, microbatches, tokens)[int(number) - 1]

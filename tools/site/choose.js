@@ -112,11 +112,13 @@ function held(job, split, rank, m) {
     layer = (layers + experts) / layersOf(job, split, rank),
     number = numberBytes(job),
     copies = number < 4 ? number : 0;
-  let weights = (4 + copies) * owned,
+  const lookedUp = rank === 0 && (pp > 1 || !job.tied) ? table : 0;
+  let weights = 4 * owned + copies * (owned - lookedUp),
     gradients = 4 * (zero > 1 ? divided : owned);
   if (zero === 2) gradients += 4 * Math.max(table, (job.hidden * job.width) / tp);
   if (zero === 3) {
-    const gathered = job.gather_once ? layers + experts : 2 * layer;
+    const atOnce = Math.min(2, Math.ceil(job.layers / (pp * chunks(job, split)))),
+      gathered = job.gather_once ? layers + experts : atOnce * layer;
     weights = 4 * divided + number * gathered + 4 * rest + (rank === pp - 1 ? copies * table : 0);
     gradients += 4 * gathered + 4 * rest;
   }
@@ -149,7 +151,7 @@ function sent(job, split, rank, m) {
     times = 4 * [2, 2, m + 1, scatters][zero],
     gathered = zero === 3 ? number * gathers : 0,
     everywhere = times * (layers + rest) + gathered * layers + (zero === 3 ? 4 * rest : 0);
-  const tied = job.tied && (first || last) ? (4 * job.vocab * job.hidden) / tp : 0,
+  const tied = job.tied && (first || last) ? (4 * job.vocab * job.hidden) / tp / (zero ? size : 1) : 0,
     keys = (2 * count * tokens * job.kv_heads * job.head_dim) / tp;
   return {
     dp:
@@ -224,7 +226,6 @@ function showChoice() {
       for (const text of [...sizes, name, zero, microbatches, ...shares, ...volumes])
         htmlElement("td", {}, row, String(text));
     }
-    body.closest(".scroll").tabIndex = 0; // it scrolls sideways, and site.js has seen it empty
   }
 
   function show(job) {

@@ -5,7 +5,6 @@
 (() => {
   const form = document.getElementById("playground"),
     facts = document.getElementById("facts");
-  const figure = new BarFigure(document.getElementById("picture"), "The schedule");
   const NAMES = { F: "forward", B: "backward", W: "gradients of weights" };
   const CLASSES = { F: "forward", B: "backward", W: "weights" };
 
@@ -52,7 +51,7 @@
       ["idle", "idle"],
     ];
     bars.sort((a, b) => a.row - b.row || a.start - b.start);
-    figure.show(actions.map((_, s) => `stage ${s}`), bars, makespan || 1, legend);
+    showBars(document.getElementById("picture"), actions.map((_, s) => `stage ${s}`), bars, makespan || 1, legend);
     const table = live.map((alive, s) => {
       const busy = bars.filter(({ row }) => row === s).reduce((sum, { start, end }) => sum + end - start, 0),
         row = htmlElement("tr", {});

@@ -1,0 +1,208 @@
+"""dry_run.py: one rank alone counts what it sends and holds in a real run."""
+
+import json
+import random
+import resource
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from launch import ROOT, STEPS, environment, fork, modules_of
+from messages import LOGGED, messages
+
+with modules_of(9):
+    import dry_run
+    import splits
+    from data_sheets import PRESETS, Shape
+    from dry_run_clock import simulate
+    from dry_run_rank import Event
+    from dry_run_step import run_rank
+    from utils import UserError
+with modules_of(11):
+    from virtual_stages import SCHEDULES
+
+SMALL = ["--num_hidden_layers", "4", "--micro_batch_size", "2", "--device", "cpu"]
+SHORT = [*SMALL, "--seq_len", "16", "--dtype", "float32"]
+TWO = "--gradient_accumulation_steps 2 "
+CASES = {  # step, ranks, flags; experts_per_token is all experts, so that real routing is balanced, too
+    "tensor": (4, 2, TWO + "--tp_size 2"),
+    "all three axes": (8, 8, TWO + "--dp_size 2 --pp_size 2 --tp_size 2"),
+    "unlike pipelines": (9, 5, "--pipelines 1,3;2,1,1 --num_microbatches 3,1"),
+    "chunks, backward in two parts": (11, 2, TWO + "--pp_size 2 --pp_engine interleaved_zb --virtual_stages 2"),
+    "experts, ZeRO 3, recompute": (16, 4, TWO + "--num_experts 2 --dp_size 4 --ep_size 2 --zero 3 --recompute"),
+    "Muon": (18, 4, TWO + "--dp_size 2 --tp_size 2 --optimizer muon"),
+    "data, naive": (5, 2, TWO + "--dp_size 2"),
+    "data": (6, 2, TWO + "--dp_size 2"),
+    "pipeline, AFAB": (7, 4, TWO + "--pp_size 4"),
+    "zero bubble": (10, 2, TWO + "--pp_size 2 --pp_engine zb"),
+    "one unlike pipeline": (9, 3, "--pipelines 1,2,1 --num_microbatches 2"),
+    "ZeRO 2": (12, 4, TWO + "--dp_size 2 --zero 2 --pp_size 2"),
+    "unequal shares": (12, 3, TWO + "--dp_size 3 --zero 1 --zero_shares 4,2,1"),
+    "groups of shards": (13, 4, TWO + "--dp_size 4 --zero 3 --shard_size 2 --dtype bfloat16"),
+    "gathered once": (13, 4, TWO + "--dp_size 2 --zero 3 --pp_size 2 --gather_once"),
+    "sequence": (14, 2, TWO + "--tp_size 2 --sequence_parallel"),
+    "context": (15, 4, TWO + "--cp_size 2 --tp_size 2"),
+    "experts": (16, 4, TWO + "--num_experts 4 --experts_per_token 4 --dp_size 4 --ep_size 4"),
+    "local steps": (17, 2, TWO + "--dp_size 2 --local_steps 1 --outer_momentum 0.9")}
+
+
+def cases(*quick: str):
+    """All of them; those that are not named here are slow."""
+    return pytest.mark.parametrize("step, ranks, flags", [
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name not in quick)) for name, case in CASES.items()])
+
+
+def dry(step: int, ranks: int, rank: int, flags: list):
+    return run_rank(STEPS[str(step)] / "train.py", [*map(str, flags)], ranks, rank, 8, lambda *_: 0.0, False, PRESETS)
+
+
+def tokens(seq_len: int, step: int, ranks: int, flags: str) -> int:
+    """Of two optimizer steps."""
+    return 2 * 2 * seq_len * (4 if step == 9 else 2 * (ranks if "--dp_size" in flags else 1))
+
+
+@cases("tensor", "unlike pipelines", "chunks, backward in two parts")
+def test_messages_are_those_of_a_real_run(step, ranks, flags):
+    real = messages(step, ranks, [*SHORT, *flags.split(), "--max_tokens", tokens(16, step, ranks, flags)])
+    for rank in {0, ranks - 1}:
+        log = dry(step, ranks, rank, [*SHORT, *flags.split()]).count.log
+        found = Counter((each.kind, each.group, each.peer, each.num_bytes) for each in log
+                        if isinstance(each, Event) and each.num_bytes > LOGGED)
+        assert found == real[rank], rank
+
+
+@cases("chunks, backward in two parts")
+def test_memory_is_that_of_a_real_run(tmp_path, step, ranks, flags):
+    """By torch's allocator: what the step adds to weights and averages, within 2 %. gloo's threads let go of what they
+    have sent a little late, so of the ranks of a kind the least counts; and up to three runs."""
+    flags, kinds = [*SMALL, "--seq_len", "128", *flags.split()], {}
+    for rank in {0, ranks - 1}:
+        count = dry(step, ranks, rank, flags).count
+        grown = count.peak.total() - sum(count.snapshots["before the step"].values())
+        kinds.setdefault(grown, []).append(rank)
+    for attempt in range(3):
+        fork(step, ranks, tmp_path / str(attempt), STEPS[str(step)] / "train.py", *flags, "--log_dir", tmp_path,
+             "--max_tokens", tokens(128, step, ranks, " ".join(flags)), script=ROOT / "tests/support/allocated.py")
+        real = [json.loads((tmp_path / str(attempt) / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+        if all(min(real[rank] for rank in of_kind) == pytest.approx(grown, rel=0.02)
+               for grown, of_kind in kinds.items()):
+            return
+    raise AssertionError((kinds, real))
+
+
+def test_weights_gradients_and_averages_are_exact():
+    """Of a stage's parameters P: 4 P each of weights and gradients, 8 P of averages and their counters."""
+    rank = dry(8, 4, 3, [*SHORT, *TWO.split(), "--dp_size", 2, "--pp_size", 2])
+    params, held = rank.parameters, rank.count.snapshots["after backward"]
+    assert params == 2 * (2 * 128 + 2 * 128**2 + 2 * 128 * 64 + 3 * 128 * 352) + 128 + 1024 * 128
+    assert (held["weights"], held["gradients"]) == (4 * params, 4 * params)
+    assert held["optimizer"] == 8 * params + 4 * (2 * 9 + 2) and held["messages"] == 0
+    assert rank.store_operations == 3, "it reads rank 0's flags, counts itself, and reads the outcome"
+
+
+@pytest.mark.parametrize("engine, chunks, bubble", [("1f1b", 1, 3 / 11), ("zb", 1, 3 / 27), ("interleaved", 2, 3 / 19)])
+def test_the_bubble_is_that_of_the_chapters(engine, chunks, bubble):
+    orders = [[(*each, 0)[:3] for each in SCHEDULES[engine](stage, 4, 8, *[chunks] * (chunks > 1))]
+              for stage in range(4)]
+    seconds = {"F": 1, "B": 1 if engine == "zb" else 2, "W": 1}
+    done = simulate(orders, lambda stage, kind: seconds[kind], 0.0)
+    end = max(last for stage in done for _, last in stage.values())
+    work = sum(seconds[kind] for kind, *_ in orders[0] if engine != "zb") or 24
+    assert 1 - work / end == pytest.approx(bubble)
+    with pytest.raises(ValueError, match="never ends: stages"):
+        simulate([[("B", 0, 0), ("F", 0, 0)], [("F", 0, 0), ("B", 0, 0)]], lambda *_: 1.0, 0.0)
+
+
+def test_the_command(tmp_path, capsys):
+    train = str(STEPS["16"] / "train.py")
+    flags = ["--num_hidden_layers", "2", "--seq_len", "32", *TWO.split(), "--pp_size", "2", "--num_experts", "4",
+             "--dp_size", "2", "--ep_size", "2", "--cp_size", "2", "--zero", "1"]
+    dry_run.main(["--world", "8", "--rank", "all-kinds", "--timeline", str(tmp_path / "trace"), train, *flags])
+    shown = capsys.readouterr().out
+    assert "rank 0 of 8, DP(2)-PP(2)-CP(2)-TP(1)" in shown and "is the fullest" in shown and "4 actions: F0 " in shown
+    events = json.loads((tmp_path / "trace").read_text())["traceEvents"]
+    assert {each["pid"] for each in events} == {0, 1} and {"computes", "dp", "ep"} <= {each.get("tid") for each in events}
+    dry_run.main(["--world", "8", "--json", train, *flags])
+    found = json.loads(capsys.readouterr().out)
+    assert {row["axis"] for row in found["sent"]} == {"all", "cp", "dp", "ep", "pp"} and found["flops"] > 0
+    seconds = found["seconds"]
+    assert sum(seconds.values()) == pytest.approx(2 * seconds["step"], rel=1e-6)
+
+
+@pytest.mark.parametrize("world, rank, flags, said", [
+    (6, "0", "--tp_size 4", "needs 4 processes, but 6 run: use torchrun --nproc_per_node 4"),
+    (4, "4", "--tp_size 4", "--rank 4 is none of the ranks 0 to 3 of --world 4"),
+    (4, "one", "--tp_size 4", "--rank one is no number of a rank"),
+    (1, "0", "--zero 1", "unrecognized arguments: --zero"),
+    (1, "0", f"--model_name {ROOT / 'docs'}", "holds no model configuration"),
+    (1, "0", "--max_tokens 5", "is less than the 4096 of one step: raise it")])
+def test_clear_errors(world, rank, flags, said):
+    with pytest.raises(UserError) as error:
+        dry_run.main(["--world", str(world), "--rank", rank, str(STEPS["8"] / "train.py"), *flags.split()])
+    assert said in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(UserError, match="is no file: give the train.py of a step"):
+        dry_run.main(["--world", "1", "step8/train.py"])
+
+
+def draw(seed: int) -> tuple:
+    """A job, a split of it that the steps take, its micro-batches and a stage."""
+    rng = random.Random(seed)
+    while True:
+        heads, experts, dp, pp = rng.choice([4, 8]), rng.choice([0, 0, 4]), rng.choice([1, 2, 4, 8]), rng.choice([1, 2, 4])
+        tp, cp, is_gpu, zero = rng.choice([1, 2, 4]), rng.choice([1, 1, 2]), rng.random() < 0.5, rng.choice([0, 1, 2, 3])
+        shape = Shape(heads * 128, 2048, rng.choice([4, 6, 8, 9]), heads, 4, 4096, rng.random() < 0.3, 128)
+        m, zero = rng.choice([pp, 2 * pp]), zero if dp * cp > 1 else 0
+        split = splits.Split(dp, tp, pp, rng.choice(splits.ENGINES) if pp > 1 else "-", zero, cp,
+                             rng.choice([1, 2]) if experts and dp > 1 else 1, tp > 1 and rng.random() < 0.5)
+        job = splits.Job(shape, 1024, m * dp, 1, "bfloat16" if is_gpu else "float32", dp * pp * tp * cp, 8, 1e12, 1.0,
+                         1.0, 1.0, experts=experts, is_gpu=is_gpu, recompute=rng.random() < 0.3,
+                         gather_once=zero == 3 and rng.random() < 0.5)
+        if not splits.refusal(job, split) and job.ranks > 1:
+            return job, split, m, rng.randrange(pp)
+
+
+def flags_of(job, split, m: int) -> list:
+    flags = ["--model_name", "drawn", "--seq_len", job.seq_len, "--micro_batch_size", 1, "--gradient_accumulation_steps",
+             m, "--dtype", job.dtype, "--device", "cuda" if job.is_gpu else "cpu", "--zero", split.zero]
+    for axis in splits.AXES:
+        flags += [f"--{axis}_size", getattr(split, axis)]
+    flags += ["--num_experts", job.experts, *["--sequence_parallel"] * split.sp, *["--recompute"] * job.recompute]
+    flags += ["--gather_once"] * job.gather_once
+    if split.pp > 1:
+        chunks = ["--virtual_stages", job.virtual_stages] * split.engine.startswith("interleaved")
+        flags += ["--pp_engine", split.engine, *chunks]
+    return flags
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 12))])
+def test_formulas_of_random_splits(seed):
+    """Averages, weights, what is sent; gradients where they are not divided. An uneven shard differs by a number."""
+    job, split, m, stage = draw(seed)
+    found = run_rank(STEPS["16"] / "train.py", [*map(str, flags_of(job, split, m))], job.ranks,
+                     stage * split.cp * split.tp, 8, lambda *_: 0.0, job.is_gpu, {"drawn": job.shape})
+    held, sent = splits.held(job, split, stage, m), dict.fromkeys(splits.AXES, 0)
+    for event in found.count.log:
+        if isinstance(event, Event) and event.kind != "receive" and event.axis in sent and event.num_bytes > LOGGED:
+            sent[event.axis] += event.num_bytes
+    assert found.count.held["optimizer"] == pytest.approx(held["AdamW"], rel=1e-3), (job, split)
+    assert found.count.most["weights"] == pytest.approx(held["weights"], rel=1e-3), (job, split)
+    assert sent == pytest.approx(splits.sent(job, split, stage, m), rel=5e-3), (job, split)
+    if split.zero == 0:
+        kept = found.count.snapshots["after backward"]["gradients"]
+        assert kept == pytest.approx(held["gradients"], rel=1e-3), (job, split)
+
+
+@pytest.mark.slow
+def test_a_rank_of_16384():
+    """Llama 3 405B, in less than a minute of processor time and 4 GB."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "dry_run.py", "--world", "16384", "--rank", "8191", "--json",
+         STEPS["8"] / "train.py", *"--model_name llama-405b --seq_len 8192 --micro_batch_size 1 --tp_size 8 --pp_size "
+         "16 --dp_size 128 --gradient_accumulation_steps 16".split()],
+        env=environment(), capture_output=True, text=True, timeout=300, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime - before.ru_utime < 60 and after.ru_maxrss < 4e6
+    found = json.loads(done.stdout)
+    assert found["parameters"] == 3052126208 and found["store_operations"] == 3

@@ -1,0 +1,217 @@
+"""How long a dry run's rank would take on a machine, and what its pipeline would do meanwhile.
+
+    an operation    its floating-point operations by the device's rate, or the bytes that it reads and writes by that of
+                    its memory, whichever takes longer
+    a collective    the bytes that a rank sends around a ring, by the rate of its slowest link, and a latency for each
+                    doubling of its ranks. One after the other along each axis; what nobody waits for is hidden
+    a pipeline      its schedule, in which every stage takes for an action as long as the rank of its kind
+
+What is left out: how the rate depends on the sizes of matrices, launches of kernels, and what a rank waits for another
+one that computes longer, but for its pipeline's stages.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from data_sheets import LINK_SHARE, NODE_LATENCY, Node, Shape
+from dry_run_rank import Event
+from dry_run_step import Rank
+
+ACTIONS = {"forward": "F", "backward": "B", "weight gradients": "W"}
+
+
+class Machine(NamedTuple):
+    """Rates of one rank's device, in FLOP/s and bytes/s. `per_machine` ranks share what is inside of a machine."""
+
+    flops: dict[torch.dtype, float]
+    memory: float
+    inside: float
+    between: float
+    per_machine: int
+    latency: float
+
+    def seconds_of(self, flops: float, num_bytes: float, dtype: torch.dtype | None) -> float:
+        rate = self.flops.get(dtype, self.flops[torch.float32])
+        return max(flops / rate, num_bytes / self.memory)
+
+    def link(self, ranks: Sequence[int]) -> tuple[float, float]:
+        """Rate and latency of a ring of these ranks. Those inside one machine have a port each."""
+        machines = {rank // self.per_machine for rank in ranks}
+        if len(machines) == 1:
+            return self.inside, NODE_LATENCY
+        return min(self.inside, self.between * len(ranks) / len(machines)), self.latency
+
+    def seconds_to_send(self, event: Event) -> float:
+        ranks = event.group if event.peer is None else (event.peer, event.rank)
+        rate, latency = self.link(ranks)
+        return event.num_bytes / rate + latency * (math.ceil(math.log2(len(event.group))) if event.peer is None else 1)
+
+
+def machine_of(node: Node, efficiency: float) -> Machine:
+    device = node.device
+    rates = {torch.float32: device.float32, torch.bfloat16: device.bfloat16 or device.float32}
+    return Machine({dtype: rate * efficiency for dtype, rate in rates.items()}, device.memory_bandwidth,
+                   device.node_link * LINK_SHARE, node.network / node.count * LINK_SHARE, node.count, device.latency)
+
+
+class Span(NamedTuple):
+    name: str
+    start: float
+    end: float
+    track: str = "computes"
+
+
+class Clock:
+    """What a rank does one after the other, as if its pipeline never kept it waiting: `spans`, among them the actions
+    (kind, micro-batch, chunk) -> (start, end); `computing`, and what it waits for along each axis, in seconds."""
+
+    def __init__(self, rank: Rank, machine: Machine):
+        self.now, self.computing, self.exposed, self.spans = 0.0, 0.0, Counter(), []
+        self.actions: dict[tuple, tuple[float, float]] = {}
+        self.free, self.ends, open_phase = Counter(), {}, None
+        for entry in rank.count.log:
+            if isinstance(entry, Event):
+                self.communicate(entry, machine)
+            elif entry[0] == "compute":
+                self.now += entry[1]
+                self.computing += entry[1]
+            elif entry[0] == "wait":
+                axis, end = self.ends.get(entry[1], ("", 0.0))
+                self.wait(axis, end)
+            elif entry[0] == "begin":
+                open_phase = entry[1:], self.now
+            else:
+                (kind, microbatch, chunk), start = open_phase
+                if kind in ACTIONS and microbatch is not None:
+                    self.actions[ACTIONS[kind], microbatch, chunk] = start, self.now
+                self.spans.append(Span(kind if microbatch is None else f"{kind} {microbatch}", start, self.now))
+
+    def wait(self, axis: str, end: float) -> None:
+        self.exposed[axis] += max(end - self.now, 0.0)
+        self.now = max(end, self.now)
+
+    def communicate(self, event: Event, machine: Machine) -> None:
+        if event.axis == "pp" and event.peer is not None:  # simulate() says when messages of a pipeline arrive
+            return
+        track = f"{event.axis} {'receive' if event.kind == 'receive' else 'send'}"
+        start = max(self.now, self.free[track])
+        end = self.free[track] = start + machine.seconds_to_send(event)
+        self.spans.append(Span(event.kind, start, end, event.axis))
+        if event.handle is None:
+            self.wait(event.axis, end)
+        else:
+            self.ends[event.handle] = event.axis, end
+
+    @property
+    def end_of_actions(self) -> float:
+        return max((end for _, end in self.actions.values()), default=0.0)
+
+    def mean(self, kind: str) -> float:
+        """Seconds of an action of this kind."""
+        found = [end - start for (other, *_), (start, end) in self.actions.items() if other == kind]
+        return sum(found) / len(found) if found else 0.0
+
+
+def simulate(orders: list[list[tuple]], seconds: Callable[[int, str], float], hop: float) -> list[dict]:
+    """When each stage begins and ends its actions (kind, micro-batch, chunk), in the order that it is given.
+
+    A message to the next virtual stage or the one before takes `hop` seconds. Raises ValueError for a schedule that
+    never ends.
+    """
+    size, done, at = len(orders), [{} for _ in orders], [0] * len(orders)
+    last = max(chunk for order in orders for *_, chunk in order)
+    free, moved = [0.0] * size, True
+    while moved:
+        moved = False
+        for stage, order in enumerate(orders):
+            while at[stage] < len(order):
+                kind, i, chunk = order[at[stage]]
+                place = chunk * size + stage + {"F": -1, "B": 1, "W": 0}[kind]
+                needed = (kind if kind != "W" else "B", i, place // size)
+                if kind == "B" and place >= (last + 1) * size:
+                    place, needed = stage, ("F", i, chunk)
+                ready = 0.0
+                if place >= 0:
+                    if needed not in done[place % size]:
+                        break
+                    ready = done[place % size][needed][1] + hop * (place % size != stage)
+                start = max(free[stage], ready)
+                done[stage][kind, i, chunk] = start, start + seconds(stage, kind)
+                free[stage], moved = start + seconds(stage, kind), True
+                at[stage] += 1
+    if unfinished := [stage for stage, order in enumerate(orders) if at[stage] < len(order)]:
+        raise ValueError(f"the schedule never ends: stages {unfinished} wait for each other")
+    return done
+
+
+class Prediction(NamedTuple):
+    """Seconds of a step, and what they go to. `stages`: the actions of each stage of the pipeline."""
+
+    seconds: float
+    computing: float
+    exposed: dict[str, float]
+    bubble: float
+    mfu: float
+    stages: list[dict]
+    shift: float  # of what comes after the actions
+
+
+def predict(rank: Rank, machine: Machine, kinds: dict[int, Clock], peak: float) -> Prediction:
+    """`kinds`: a clock for some of the stages. The others are like the second one, or the only one."""
+    grid, own = rank.grid, kinds[rank.grid.pp_rank] if hasattr(rank.grid, "pp_rank") else next(iter(kinds.values()))
+    stages, end, hop = [], own.end_of_actions, 0.0
+    if rank.schedule and (size := grid.pp_world_size) > 1:
+        messages = [each for each in rank.count.log if isinstance(each, Event) and each.axis == "pp" and each.peer]
+        hop = max((machine.seconds_to_send(each) for each in messages), default=0.0)
+        orders = [[(*action, 0)[:3] for action in rank.schedule(stage, size, rank.microbatches)]
+                  for stage in range(size)]
+        clock = [kinds.get(stage, kinds.get(1, own)) for stage in range(size)]
+        means = [{kind: each.mean(kind) for kind in "FBW"} for each in clock]
+        stages = simulate(orders, lambda stage, kind: means[stage][kind], hop)
+        end = max(last for stage in stages for _, last in stage.values())
+    seconds = own.now - own.end_of_actions + end
+    tokens = rank.microbatches * rank.args.micro_batch_size * rank.args.seq_len * getattr(grid, "dp_world_size", 1)
+    work = tokens * flops_per_token(rank.config, rank.args.seq_len)
+    bubble = end - own.end_of_actions
+    return Prediction(seconds, own.computing, {axis: value for axis, value in own.exposed.items() if value > 0},
+                      bubble, work / (grid.world_size * peak * seconds), stages, bubble)
+
+
+def flops_per_token(config, seq_len: int) -> float:
+    """As data_sheets.Shape counts them, with those experts that a token passes."""
+    shape = Shape(config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.num_attention_heads,
+                  config.num_key_value_heads, config.vocab_size, config.tie_word_embeddings, config.head_dim)
+    experts = getattr(config, "num_experts", 0) and config.experts_per_token
+    further = 3 * shape.hidden * shape.width * shape.layers * max(experts - 1, 0)
+    return shape.flops(seq_len) + 6 * further
+
+
+def write_trace(path: str, rank: Rank, clock: Clock, found: Prediction) -> None:
+    """A timeline in Chrome's format, for https://ui.perfetto.dev: a process for each stage, this rank's with what it
+    sends in the background."""
+    own, events = getattr(rank.grid, "pp_rank", 0), []
+
+    def add(name: str, start: float, end: float, stage: int, track: str) -> None:
+        events.append({"name": name, "ph": "X", "ts": start * 1e6, "dur": (end - start) * 1e6, "pid": stage,
+                       "tid": track})
+
+    for stage, actions in enumerate(found.stages):
+        events.append({"name": "process_name", "ph": "M", "pid": stage, "args": {
+            "name": f"stage {stage}" + (f", rank {rank.grid.global_rank}" if stage == own else "")}})
+        for (kind, i, chunk), (start, end) in actions.items():
+            add(f"{kind}{i}" + f" of chunk {chunk}" * (chunk > 0), start, end, stage, "computes")
+    in_actions = sorted((start, found.stages[own][key][0]) for key, (start, _) in clock.actions.items()
+                        ) if found.stages else []
+    for name, start, end, track in clock.spans:
+        if found.stages and track == "computes" and start < clock.end_of_actions:
+            continue  # an action, which is there
+        earlier = [new - old for old, new in in_actions if old <= start]
+        shift = found.shift if start >= clock.end_of_actions else earlier[-1] if earlier else 0.0
+        add(name, start + shift, end + shift, own, track)
+    with open(path, "w") as file:
+        json.dump({"traceEvents": events}, file)

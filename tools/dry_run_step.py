@@ -1,0 +1,299 @@
+"""Runs train.py of a step as one rank of a dry run: what stands in the place of what, see dry_run_rank.py."""
+
+import contextlib
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dry_run_rank import Communication, Count, CountedStore
+from step_modules import RandomSamples, StepModules, StepSource
+
+PHASES = ("forward", "backward", "weight gradients", "gradient norm", "optimizer")
+FUSED_NORM = torch.ops.aten._fused_rms_norm
+
+
+class EndOfStep(Exception):
+    """The optimizer step is over."""
+
+
+class NoLogger:  # in place of RunLogger
+    def __init__(self, args, grid, num_steps: int, tokens_per_step: int):
+        self.num_steps = num_steps
+
+    def log(self, *args, **more) -> None:
+        """Records nothing."""
+
+
+class Zeros(RandomSamples):
+    def __getitem__(self, i: int) -> torch.Tensor:  # (T + 1,)
+        return torch.zeros(self.seq_len + 1, dtype=torch.int64)
+
+
+class Rank(NamedTuple):
+    """What one rank of a step has done. `schedule`(stage, stages, micro-batches) are the actions of any stage."""
+
+    count: Count
+    args: object
+    config: object
+    grid: object
+    store_operations: int
+    schedule: Callable | None
+    microbatches: int
+    parameters: int
+
+
+class Stand:
+    """What the modules of a step find in the places of what they import."""
+
+    def __init__(self, modules: StepModules, count: Count):
+        self.modules, self.count, self.params, self.optimizers = modules, count, [], []
+        self.args = self.config = self.schedule = None
+        self.microbatches = self.steps_left = 1
+        self.num_parameters = 0
+
+    def axis_of(self, group) -> str:
+        for name, value in vars(self.modules.process_group_manager.process_group_manager).items():
+            if name.endswith("_group") and value is group:
+                return name.split("_")[1 if name.startswith("cp_dp") else 0]
+            if group is not None and isinstance(value, tuple) and any(each is group for each in value):
+                return "dp"
+            if isinstance(value, dict) and any(each is group for each in value.values()):
+                return "dp"
+        return "all"
+
+    def install(self) -> None:
+        """Before train.py is imported, so that it finds these where it imports from."""
+        modules = self.modules
+        modules.utils.choose_device, modules.utils.make_scheduler = self.choose_device, self.make_scheduler
+        modules.model.init_weights, modules.dataloader.load_samples = self.init_weights, self.load_samples
+        modules.metrics.RunLogger = NoLogger
+        self.wrap(modules.utils, "load_config", lambda config: setattr(self, "config", config))
+        with contextlib.suppress(AttributeError):
+            init = modules.data_parallel.Bucket.__init__
+            modules.data_parallel.Bucket.__init__ = lambda bucket, *args: (
+                init(bucket, *args), self.count.label(bucket.grad_data, "gradients"))[0]
+        with contextlib.suppress(AttributeError):
+            timeline = modules.timeline.timeline
+            timeline.span, timeline.background = self.span, lambda handle, *args: handle
+        with contextlib.suppress(AttributeError):
+            run = modules.pipeline_parallel.run_schedule
+            modules.pipeline_parallel.run_schedule = lambda schedule, *args: run(
+                self.note_schedule(schedule, *args), *args)
+        self.wrap(modules.train, "parse_args", self.limit)
+
+    def wrap(self, module: types.ModuleType, name: str, after: Callable) -> None:
+        """after(result) is called after the function."""
+        function = getattr(module, name)
+
+        def call(*args, **kwargs):
+            result = function(*args, **kwargs)
+            after(result)
+            return result
+
+        setattr(module, name, call)
+
+    def limit(self, args) -> None:
+        """One step. Two, of which the second one counts, where an optimizer's averages are only made in its step."""
+        self.args, self.steps_left = args, 1 + (getattr(args, "optimizer", "adamw") != "adamw")
+        tokens = args.micro_batch_size * args.gradient_accumulation_steps * getattr(args, "dp_size", 1) * args.seq_len
+        if args.max_tokens >= tokens or "--max_tokens" not in sys.argv:
+            args.max_tokens = self.steps_left * tokens
+        args.profile_batch = args.num_workers = args.eval_every = 0
+        for name, value in (("compile", False), ("steps", 1), ("local_steps", 1)):
+            if getattr(args, name, None):
+                setattr(args, name, value)
+        if hasattr(args, "pipelines"):
+            args.steps = self.steps_left
+
+    def choose_device(self, device: str, dtype: str) -> tuple[torch.device, torch.dtype, str]:
+        is_gpu = self.count.is_gpu = self.count.is_gpu if device == "auto" else device == "cuda"
+        dtype = dtype if dtype != "auto" else "bfloat16" if is_gpu else "float32"
+        return torch.device("cpu"), getattr(torch, dtype), "nccl" if is_gpu else "gloo"
+
+    def load_samples(self, dataset_name, model_name, seq_len, vocab_size, num_samples, *args, **more) -> list:
+        return [Zeros(seq_len, vocab_size, num_samples)]
+
+    def init_weights(self, model: torch.nn.Module, *args) -> None:
+        self.count.is_fake = True
+        dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+        for name, param in list(model.named_parameters()):
+            module, _, key = name.rpartition(".")
+            own = torch.nn.Parameter(torch.empty(param.shape, dtype=dtype))
+            own.register_post_accumulate_grad_hook(lambda param: self.count.label(param.grad, "gradients"))
+            setattr(model.get_submodule(module), key, own)
+        model.tie_weights()
+        self.params = list(model.parameters())
+        self.num_parameters = sum(param.numel() for param in self.params)
+
+    def make_scheduler(self, optimizer: torch.optim.Optimizer, *args):
+        """Its averages are made now. Counting begins."""
+        if isinstance(optimizer, torch.optim.AdamW):
+            if not self.optimizers:
+                self.count.snapshot("model")
+            self.count.default = "optimizer"
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            for param in params:
+                param.grad = torch.empty_like(param)
+            optimizer.step()
+            for param in params:
+                param.grad = None
+            self.params += params
+        self.optimizers.append(optimizer)
+        self.start()
+        is_first = len(self.optimizers) == 1
+        return types.SimpleNamespace(get_last_lr=lambda: [0.0], step=self.end_step if is_first else lambda: None)
+
+    def start(self) -> None:
+        self.count.restart()
+        self.count.default, self.count.phase = "activations", "between"
+
+    def end_step(self) -> None:
+        self.count.snapshot("after the step")
+        self.steps_left -= 1
+        if self.steps_left == 0:
+            raise EndOfStep
+        self.start()
+
+    @contextlib.contextmanager
+    def span(self, kind: str, microbatch: int | None = None, chunk: int = 0):
+        if kind not in PHASES:
+            yield
+            return
+        if kind == "gradient norm":
+            self.count.snapshot("after backward")
+        self.count.begin(kind, microbatch, chunk)
+        yield
+        self.count.end(self.params)
+
+    def note_schedule(self, schedule: Callable, model, data_loader, *args) -> Callable:
+        def actions(*sizes: int) -> list:
+            with mock.patch.object(self.count, "is_fake", False):  # a schedule's numbers are real
+                return list(schedule(*sizes))
+
+        self.schedule = actions
+        self.microbatches = getattr(data_loader, "gradient_accumulation_steps", None) or args[1]
+        return actions
+
+
+def prepare_model(flags: list[str], folder: str, presets: dict) -> list[str]:
+    """Instead of the name of a model of data_sheets.py, a folder with a config.json of its sizes."""
+    if "--model_name" not in flags or (at := flags.index("--model_name") + 1) == len(flags):
+        return flags
+    name = flags[at]
+    if name not in presets or os.path.isdir(name):
+        return flags
+    shape = presets[name]
+    config = {"model_type": "llama", "hidden_size": shape.hidden, "intermediate_size": shape.width,
+              "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
+              "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "vocab_size": shape.vocab,
+              "tie_word_embeddings": shape.tied, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "initializer_range": 0.02,
+              "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "max_position_embeddings": 8192}
+    pathlib.Path(folder, "config.json").write_text(json.dumps(config))
+    return [*flags[:at], folder, *flags[at + 1 :]]
+
+
+@contextlib.contextmanager
+def joined(stand: Stand, store: CountedStore, rank: int, world: int, agree: Callable | None) -> Iterator[None]:
+    """Inside of the block torch.distributed knows one rank of many: groups are real, what they send is noted."""
+    join, new_group, backend = dist.init_process_group, dist.new_group, ["gloo"]
+
+    def init(name: str, **options) -> None:
+        backend[0] = name
+        join("fake", store=FakeStore(), rank=rank, world_size=world)
+
+    with mock.patch.multiple(
+            dist, rendezvous=lambda *args, **options: iter([(store, rank, world)]), init_process_group=init,
+            new_group=lambda *args, **options: new_group(*args, **{**options, "backend": "fake"}),
+            **Communication(stand.count, stand.axis_of, agree).patches(lambda group=None: backend[0])):
+        yield
+
+
+@contextlib.contextmanager
+def without_devices(count: Count) -> Iterator[None]:
+    """Inside of the block there is no device but the CPU, whatever tensors say of themselves."""
+    norm, move, move_module, make, resize = (
+        F.rms_norm, torch.Tensor.to, torch.nn.Module.to, torch.tensor, torch.UntypedStorage.resize_)
+
+    def resize_storage(storage: torch.UntypedStorage, size: int):
+        result = resize(storage, size)
+        count.resized(storage)
+        return result
+
+    def rms_norm(x, shape, weight=None, eps=None):
+        return FUSED_NORM(x, shape, weight, eps)[0] if count.is_gpu else norm(x, shape, weight, eps)
+
+    with (mock.patch.object(torch.UntypedStorage, "resize_", resize_storage),
+          mock.patch.object(F, "rms_norm", rms_norm), mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
+          mock.patch.object(torch, "tensor", lambda data, device=None, **options: make(data, **options)),
+          mock.patch.object(torch.Tensor, "to", lambda tensor, *args, **options: move(
+              tensor, *("cpu" if each == "cuda" else each for each in args), **options)),
+          mock.patch.object(torch.nn.Module, "to", lambda module, *args, **options: (
+              module if count.is_fake else move_module(module, *args, **options))),
+          mock.patch.object(FakeTensor, "is_cuda", property(lambda tensor: count.is_gpu), create=True)):
+        yield
+
+
+@contextlib.contextmanager
+def without_timeline(stand: Stand) -> Iterator[None]:
+    """Inside of the block a backward is a phase also where a step has no timeline (4 and 5). zero_grad() begins all."""
+    backward, zero_grad = torch.autograd.backward, torch.nn.Module.zero_grad
+
+    def begin(module: torch.nn.Module, *args, **options) -> None:
+        zero_grad(module, *args, **options)
+        stand.count.snapshot("before the step")
+
+    def run_backward(*args, **kwargs):
+        with stand.span("backward") if stand.count.phase == "between" else contextlib.nullcontext():
+            return backward(*args, **kwargs)
+
+    with (mock.patch.object(torch.autograd, "backward", run_backward),
+          mock.patch.object(torch.nn.Module, "zero_grad", begin)):
+        yield
+
+
+def run_rank(script: pathlib.Path, flags: list[str], world: int, rank: int, per_machine: int,
+             seconds_of: Callable, is_gpu: bool, presets: dict, agree: Callable[[int], int] | None = None) -> Rank:
+    """One optimizer step of one rank. Raises what the step raises, its UserError among it.
+
+    Ranks of unlike pipelines (step 9) agree on the bytes of a bucket, by the rank with most parameters. So each of them
+    runs up to there first. `agree`(this rank's) is the largest.
+    """
+    if "--pipelines" in flags and agree is None:
+        found: list[int] = []
+
+        def note(own: int) -> None:
+            found.append(own)
+            raise EndOfStep
+
+        for other in range(world):
+            run_rank(script, flags, world, other, per_machine, seconds_of, is_gpu, presets, note)
+        agree = lambda own: max(found)  # noqa: E731
+    modules, count, store = StepSource("", folders=(script.parent,)).load(), Count(seconds_of, is_gpu), CountedStore()
+    stand = Stand(modules, count)
+    environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank % per_machine),
+                   "LOCAL_WORLD_SIZE": str(min(per_machine, world))}
+    with (tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, environment),
+          mock.patch.object(sys, "argv", [str(script), *prepare_model(flags, folder, presets)]),
+          joined(stand, store, rank, world, agree), without_devices(count), without_timeline(stand), count):
+        try:
+            stand.install()
+            modules.train.main()
+        except EndOfStep:
+            pass
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    return Rank(count, stand.args, stand.config, modules.process_group_manager.process_group_manager,
+                store.operations, stand.schedule, stand.microbatches, stand.num_parameters)
