@@ -92,7 +92,8 @@ def factor(a: torch.Tensor, b: torch.Tensor, noise: float, floor: float = 0.0) -
     if (a - b).norm() <= max(noise * b.norm(), floor):
         return 1.0
     c = float(a @ b / (b @ b)) if b.any() else 0.0
-    if not c or (a - c * b).norm() > max(noise * a.norm(), floor):
+    rounding = 2e-6 if abs(c - 1) > 1e-3 else 0.0  # a norm may round to float32, whatever the dtype of the weights is
+    if not c or (a - c * b).norm() > max(noise * a.norm(), rounding * a.norm(), floor):
         return None  # else without the digits that are noise. Clipping may add a difference of 1e-6
     return 1.0 if abs(c - 1) < 1e-5 else float(f"{c:.{6 if noise < 1e-5 else 4}g}")
 

@@ -5,6 +5,7 @@
 What a library lacks here is skipped. This file is the program of the ranks, too: KIND FOLDER FACTOR.
 """
 
+import atexit
 import importlib.util
 import os
 import subprocess
@@ -262,3 +263,5 @@ if __name__ == "__main__":
     KINDS[sys.argv[1]](sys.argv[2], float(sys.argv[3]))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    atexit._run_exitfuncs()  # the recorder's
+    os._exit(0)  # gloo's threads may abort a process while Python ends
