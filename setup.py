@@ -15,6 +15,7 @@ setup(
     license="MIT",
     python_requires=">=3.10,<3.15",  # the range of torch's wheels in constraints.txt
     packages=["same_numbers"],
+    entry_points={"console_scripts": ["same-numbers=same_numbers.__main__:main"]},
     py_modules=[],
     install_requires=[
         "torch>=2.11",

@@ -65,6 +65,8 @@ OF_THE_BED = re.compile(r"testbed\.sh|ssh_config")  # what is typed on the machi
 BEFORE = {  # what the reader has done before -> here the same, or what stands in for it
     "git diff step4": "sed -i 's/^class RMSNorm/# a change\\n&/' step4_tensor_parallel/model.py",
     "python tools/steps.py check": "git checkout -q .",
+    "same-numbers one many": """python -m same_numbers.trainers tp one
+torchrun --nproc_per_node 2 -m same_numbers.trainers tp many""",
     "scp -r models": """python -c '
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 folder, tokenizer = "models/smollm2-135m-instruct", AutoTokenizer.from_pretrained("assets/tiny_llama")
