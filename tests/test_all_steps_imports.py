@@ -32,6 +32,8 @@ WRITERS = [  # a script, its flags, and where it leaves what: {} is the name
     ("tools/with_torch.py", "--steps 1 --seq_len 16 --out {}", "{}"),
     ("tools/maintain/make_figures.py", "grid --out {}", "{}/figure_grid.png"),
     ("exercises/try.py", "start ring_all_reduce --folder {}", "{}/ring_all_reduce.py"),
+    ("tools/dry_run.py", f"--world 2 --timeline {{}} {ROOT}/step8_pipeline_parallel_1f1b/train.py --dp_size 2 {SMALL}",
+     "{}"),
     ("same_numbers/trainers.py", "replicas {}", "{}/rank0_start.pt"),
 ]
 

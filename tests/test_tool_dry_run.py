@@ -143,6 +143,8 @@ def test_clear_errors(world, rank, flags, said):
     assert said in str(error.value) and "\n" not in str(error.value)
     with pytest.raises(UserError, match="is no file: give the train.py of a step"):
         dry_run.main(["--world", "1", "step8/train.py"])
+    with pytest.raises(UserError, match="--timeline /dev/null/here can't be written .*: choose another one"):
+        dry_run.main(["--world", "1", "--timeline", "/dev/null/here", str(STEPS["8"] / "train.py")])
 
 
 def draw(seed: int) -> tuple:

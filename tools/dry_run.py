@@ -9,7 +9,7 @@ What stands behind train.py are the flags of torchrun's command, for any step fr
 the models of data_sheets.py. The corpus is not read. --device auto is the machine's.
 
 It prints what the rank holds, what it sends to whom, its actions, and how long a step would take on the machine. What
-is counted is exact, seconds are not: they are those of data sheets. See dry_run_rank.py for what differs from a run.
+is counted is that of real runs, seconds are those of data sheets. See dry_run_rank.py for what differs from a run.
 """
 
 import argparse
@@ -130,6 +130,13 @@ def parse_args(argv: list[str] | None = None):
     args = parser.parse_args(argv)
     if args.rank != "all-kinds" and not args.rank.isdecimal():
         raise UserError(f"--rank {args.rank} is no number of a rank, and not all-kinds")
+    if args.timeline:
+        try:
+            pathlib.Path(args.timeline).parent.mkdir(parents=True, exist_ok=True)
+            open(args.timeline, "a").close()  # before the run, and without taking anything from an older one
+        except OSError as error:
+            raise UserError(f"--timeline {args.timeline} can't be written ({error.strerror}): choose another one"
+                            ) from None
     return args
 
 
