@@ -167,7 +167,7 @@ class Attempt:
     def messages_only(self, world: World) -> None:
         """Raises Wrong where torch's own collectives were called instead of sends and receives."""
         for event in world.events:
-            self.require(event.kind in ("send", "receive"),
+            self.require(event.kind in ("send", "receive", "new_group"),
                          f"rank {event.rank} calls {event.kind}: write it with sends and receives")
 
     def score(self, what: str, value: float, best: float) -> None:

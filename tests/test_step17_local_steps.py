@@ -73,7 +73,7 @@ def play(case: Case, models) -> tuple[list[tuple[float, float]], torch.nn.Module
 @pytest.mark.parametrize("case", [
     Case(17, dp=3, samples=12, accumulation=2, num_steps=5, local_steps=2, **NESTEROV),  # the last round has one step
     Case(17, dp=1, samples=4, accumulation=2, num_steps=4, local_steps=2, **NESTEROV),
-    Case(17, dp=3, pp=2, samples=12, accumulation=2, num_steps=4, local_steps=2, variant="tied", **NESTEROV),
+    Case(17, dp=3, pp=3, samples=12, accumulation=2, num_steps=4, local_steps=2, variant="tied", **NESTEROV),
     Case(17, dp=2, tp=2, pp=2, samples=8, accumulation=2, num_steps=4, local_steps=3, **MEAN),
 ], ids=str)
 def test_replicas_are_those_of_one_process(case, models):

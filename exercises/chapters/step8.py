@@ -41,29 +41,33 @@ def one_f_one_b(attempt):
 
 
 @exercise("8", "process_group_manager.ProcessGroupManager.__init__", hints=(
-    "A pp group is a row of ranks[dp, :, tp]. `columns` has one list of global ranks for each pair (dp, tp).",
-    "Exchange the axes so that pp is the last: self.ranks.transpose(1, 2).reshape(-1, pp_size).tolist().",
-    "The ends of a pipeline are its first and last rank, and one rank only where it has one stage. The neighbours are "
-    "in self.ranks[self.dp_rank, :, self.tp_rank]."),
-    blank=("columns =", "ends =", "stages =", "self.pp_prev_rank =", "self.pp_next_rank ="))
+    "A pp group has the ranks that differ in pp only: a colon in its place, this rank's coordinates in the others.",
+    "self.ranks[self.dp_rank, :, self.tp_rank] are the ranks of this pipeline. Both pp groups have all of them.",
+    "The ends of a pipeline are its first and last rank, and one rank only where it has one stage: a slice with the "
+    "step max(pp_size - 1, 1). The neighbours are beside self.pp_rank; item() makes an int of a tensor's number."),
+    blank=("stages =", "self.pp_group =", "self.pp_backward_group =", "self.pp_ends_group =", "self.pp_prev_rank =",
+           "self.pp_next_rank ="))
 def stages_in_the_grid(attempt):
-    """Find the ranks of each pipeline in the grid, its ends, and the neighbours of a stage.
+    """Find the ranks of a pipeline in the grid, its ends, and the neighbours of a stage.
 
     self.ranks is a tensor of global ranks, with the shape (dp_size, pp_size, tp_size). With all three sizes 2:
 
                      tp 0   tp 1
-        dp 0  pp 0      0      1       columns   [0, 2] [1, 3] [4, 6] [5, 7]: the ranks that differ in pp only, in
-              pp 1      2      3                 the order of their stages
-        dp 1  pp 0      4      5       ends      of each column the first and the last rank, a list of lists as well;
-              pp 1      6      7                 [[0], [1], ...] where pp_size is 1
+        dp 0  pp 0      0      1       pipelines   [0, 2] [1, 3] [4, 6] [5, 7]: the ranks that differ in pp only, in
+              pp 1      2      3                   the order of their stages
+        dp 1  pp 0      4      5       ends        of each pipeline the first and the last rank, one rank where
+              pp 1      6      7                   pp_size is 1
 
-    For the rank that runs this (self.dp_rank, self.pp_rank, self.tp_rank) also set self.pp_prev_rank and
-    self.pp_next_rank, the global ranks of the stages before and after its own, and None at the pipeline's ends.
+    make_group(ranks), with a tensor of ranks, makes a process group of them, and returns None on any other rank. Set
+    self.pp_group and self.pp_backward_group, two groups of the pipeline of this rank (self.dp_rank, self.pp_rank,
+    self.tp_rank), and self.pp_ends_group, of that pipeline's ends. Set self.pp_prev_rank and self.pp_next_rank, the
+    global ranks of the stages before and after its own (int), and None at the pipeline's ends.
     """
     for dp, pp, tp in ((2, 2, 2), (1, 3, 2), (2, 3, 1), (3, 1, 2), (1, 4, 1)):
         def program(modules, rank):
             grid = attempt.grid(modules, dp=dp, pp=pp, tp=tp)
-            groups = {"pp_group": grid.pp_group, "pp_ends_group": grid.pp_ends_group}
+            groups = {"pp_group": grid.pp_group, "pp_backward_group": grid.pp_backward_group,
+                      "pp_ends_group": grid.pp_ends_group}
             return {**{f"the ranks of {name}": attempt.ranks_of(group) for name, group in groups.items()},
                     "pp_prev_rank": grid.pp_prev_rank, "pp_next_rank": grid.pp_next_rank}
 

@@ -20,11 +20,11 @@ def one_f_one_b(stage, num_stages, num_microbatches):
 '''),
     "stages_in_the_grid": Versions(
         wrong=[
-            Wrong("tp varies fastest in a reshape", "columns = self.ranks.transpose(1, 2).reshape",
-                  "columns = self.ranks.reshape", "the ranks of pp_group"),
-            Wrong("the ends are the whole column", "ends = [ranks[:: max(pp_size - 1, 1)] for ranks in columns]",
-                  "ends = columns", "the ranks of pp_ends_group"),
-            Wrong("the neighbours are the next numbers", "else stages[self.pp_rank + 1]", "else self.global_rank + 1",
+            Wrong("the pipeline is that of all tp ranks", "stages = self.ranks[self.dp_rank, :, self.tp_rank]",
+                  "stages = self.ranks[self.dp_rank].flatten()", "the ranks of pp_group"),
+            Wrong("the ends are the whole pipeline", "stages[:: max(pp_size - 1, 1)]", "stages",
+                  "the ranks of pp_ends_group"),
+            Wrong("the neighbours are the next numbers", "else stages[self.pp_rank + 1].item()", "else self.global_rank + 1",
                   "pp_next_rank"),
         ]),
 }
