@@ -14,14 +14,16 @@ VERSIONS = {
         ]),
     "groups_of_an_axis": Versions(
         wrong=[
-            Wrong("dp groups are consecutive ranks", "self.ranks.permute(1, 2, 0).reshape", "self.ranks.reshape",
-                  "its dp group with dp 2 x pp 1 x tp 3"),
-            Wrong("pp groups reach over two blocks", "self.ranks.transpose(1, 2).reshape(-1, pp_size)",
-                  "self.ranks.permute(2, 1, 0).reshape(-1, pp_size)", "its pp group with"),
-            Wrong("a rank makes only the group that it is in",
-                  "self.dp_group, _ = dist.new_subgroups_by_enumeration(replicas.tolist(), timeout)",
-                  "self.dp_group = dist.new_group(self.ranks[:, self.pp_rank, self.tp_rank].tolist(), timeout)",
+            Wrong("the dp group is the tp group", "self.ranks[:, self.pp_rank, self.tp_rank]",
+                  "self.ranks[self.dp_rank, self.pp_rank]", "its dp group with dp 2 x pp 1 x tp 3"),
+            Wrong("pp groups reach over two blocks", "make_group(self.ranks[self.dp_rank, :, self.tp_rank])",
+                  "make_group(self.ranks[:, :, self.tp_rank].flatten())", "its pp group with"),
+            Wrong("members alone make groups that all have to make", ", use_local_synchronization=True", "",
                   "have to make all groups, in the same order"),
+            Wrong("half of the ranks make another axis first",
+                  "        self.pp_group = make_group(self.ranks[self.dp_rank, :, self.tp_rank])",
+                  "        if self.dp_rank:\n            self.dp_group = make_group(self.ranks[:, self.pp_rank, self.tp_rank])"
+                  "\n        self.pp_group = make_group(self.ranks[self.dp_rank, :, self.tp_rank])", "deadlock"),
         ]),
     "broadcast": Versions(
         wrong=[
