@@ -2,8 +2,10 @@
 
 import itertools
 import math
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from catalogue import exercise
 
@@ -28,8 +30,9 @@ def rank_to_coordinates(attempt):
     set the coordinates of this rank, self.dp_rank, self.pp_rank and self.tp_rank, which are whole numbers (int). The
     rank of this process is self.global_rank. What follows makes the groups out of self.ranks.
     """
-    for sizes in ((1, 1, 1), (2, 1, 3), (2, 3, 2)):
+    for sizes in ((1, 1, 1), (2, 2, 2), (2, 1, 3), (2, 3, 2)):
         def program(modules, rank):
+            modules.process_group_manager.dist = mock.Mock(wraps=dist, new_group=mock.Mock())  # groups come later
             grid = attempt.grid(modules, *sizes)
             coordinates = grid.dp_rank, grid.pp_rank, grid.tp_rank
             attempt.require(all(type(each) is int for each in coordinates), f"rank {rank}: dp_rank, pp_rank and "

@@ -7,7 +7,7 @@ VERSIONS = {
         wrong=[
             Wrong("tp is counted last", "self.ranks = torch.arange(self.world_size).view(dp_size, pp_size, tp_size)",
                   "self.ranks = torch.arange(self.world_size).view(tp_size, pp_size, dp_size).permute(2, 1, 0)",
-                  "self.ranks with dp 2 x pp 1 x tp 3"),
+                  "self.ranks with dp 2 x pp 2 x tp 2"),
             Wrong("coordinates stay tensors", ".nonzero().flatten().tolist()", ".nonzero().flatten()", "(int)"),
             Wrong("the coordinates in another order", "self.dp_rank, self.pp_rank, self.tp_rank = (",
                   "self.tp_rank, self.pp_rank, self.dp_rank = (", "its (dp_rank, pp_rank, tp_rank)"),
@@ -20,10 +20,9 @@ VERSIONS = {
                   "make_group(self.ranks[:, :, self.tp_rank].flatten())", "its pp group with"),
             Wrong("members alone make groups that all have to make", ", use_local_synchronization=True", "",
                   "have to make all groups, in the same order"),
-            Wrong("half of the ranks make another axis first",
-                  "        self.pp_group = make_group(self.ranks[self.dp_rank, :, self.tp_rank])",
-                  "        if self.dp_rank:\n            self.dp_group = make_group(self.ranks[:, self.pp_rank, self.tp_rank])"
-                  "\n        self.pp_group = make_group(self.ranks[self.dp_rank, :, self.tp_rank])", "deadlock"),
+            Wrong("half of the ranks make another axis first", "self.tp_group = make_group(",
+                  "if self.dp_rank:\n        self.dp_group = make_group(self.ranks[:, self.pp_rank, self.tp_rank])\n"
+                  "    self.tp_group = make_group(", "deadlock"),
         ]),
     "broadcast": Versions(
         wrong=[
