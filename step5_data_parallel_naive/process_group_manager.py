@@ -46,12 +46,12 @@ class ProcessGroupManager:
         self.dp_world_size, self.pp_world_size, self.tp_world_size = dp_size, pp_size, tp_size
         self.topology = {"dp_size": dp_size, "pp_size": pp_size, "tp_size": tp_size, "world_size": self.world_size}
 
-        # new_subgroups_by_enumeration makes all groups of one axis and returns the one that this rank belongs to.
-        rows, replicas = self.ranks.reshape(-1, tp_size), self.ranks.permute(1, 2, 0).reshape(-1, dp_size)
-        columns = self.ranks.transpose(1, 2).reshape(-1, pp_size).tolist()
-        self.tp_group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout)
-        self.pp_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)
-        self.dp_group, _ = dist.new_subgroups_by_enumeration(replicas.tolist(), timeout)
+        def make_group(ranks: torch.Tensor) -> dist.ProcessGroup:  # its members make it, and nobody else
+            return dist.new_group(ranks.tolist(), timeout, use_local_synchronization=True)
+
+        self.tp_group = make_group(self.ranks[self.dp_rank, self.pp_rank])
+        self.pp_group = make_group(self.ranks[self.dp_rank, :, self.tp_rank])
+        self.dp_group = make_group(self.ranks[:, self.pp_rank, self.tp_rank])
 
         self.pp_is_last_stage = self.pp_rank == pp_size - 1
         # One rank of all logs. Only the last stage of a pipeline computes the loss, so it is a last stage.

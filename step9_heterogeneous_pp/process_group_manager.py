@@ -57,19 +57,19 @@ class ProcessGroupManager:
         self.topology = {"dp_size": dp_size, "stages_per_pipeline": stages_per_pipeline, "tp_size": tp_size,
                          "world_size": self.world_size}
 
-        # new_subgroups_by_enumeration makes all groups of one axis and returns the one that this rank belongs to.
-        rows = torch.cat(self.ranks)
-        columns = [column for block in self.ranks for column in block.T.tolist()]
-        self.tp_group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout)
-        self.pp_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)
-        self.pp_backward_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)  # for gradients: they go back
+        def make_group(ranks: torch.Tensor) -> dist.ProcessGroup:  # its members make it, and nobody else
+            return dist.new_group(ranks.tolist(), timeout, use_local_synchronization=True)
+
+        stages = block[:, self.tp_rank]  # of this rank's pipeline
+        self.tp_group = make_group(block[self.pp_rank])
+        self.pp_group = make_group(stages)
+        self.pp_backward_group = make_group(stages)  # for gradients: they go back
         self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
         self.pp_is_first_stage = self.pp_rank == 0
         self.pp_is_last_stage = self.pp_rank == pp_size - 1
-        stages = block[:, self.tp_rank].tolist()
-        self.pp_prev_rank = None if self.pp_is_first_stage else stages[self.pp_rank - 1]
-        self.pp_next_rank = None if self.pp_is_last_stage else stages[self.pp_rank + 1]
+        self.pp_prev_rank = None if self.pp_is_first_stage else stages[self.pp_rank - 1].item()
+        self.pp_next_rank = None if self.pp_is_last_stage else stages[self.pp_rank + 1].item()
         # One rank of all logs. Only the last stage of a pipeline computes the loss, so it is a last stage.
         self.is_logging_rank = self.dp_rank == 0 and self.tp_rank == 0 and self.pp_is_last_stage
 

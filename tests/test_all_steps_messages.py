@@ -57,6 +57,22 @@ def test_sequence_parallelism_sends_as_many_bytes():
         assert sent == pytest.approx(M * (4 * LAYERS + 2) * HIDDEN * 4, rel=0.02), rank  # without the loss's
 
 
+@pytest.mark.parametrize("step, flags", [
+    (7, []), (8, ["--pp_engine", "1f1b"]), (9, ["--pipelines", "2,2"]),
+    (10, ["--pp_engine", "zb"]), (11, ["--pp_engine", "interleaved", "--virtual_stages", 2])])
+def test_what_has_been_sent_is_let_go(step, flags):
+    """The most tensors that a stage keeps behind one of its sends, of 16 micro-batches: not the last 2 p."""
+    def prepare(modules, rank: int) -> None:
+        communication = modules.pipeline_parallel.StageCommunication
+        send = communication.send
+        communication.send = lambda self, *args: (send(self, *args), kept.append(len(self.sending)))
+
+    kept, sizes = [], ["--pp_size", 2, "--gradient_accumulation_steps", 16]
+    train(StepSource(step), 2, [*(sizes if step != 9 else ["--num_microbatches", 16]), *flags, "--max_tokens", 256],
+          prepare)
+    assert len(kept) >= 32 and max(kept) <= 1, kept
+
+
 @pytest.mark.parametrize("size, seq_len, dtype, itemsize", [(3, 24, "float32", 4), (2, T, "bfloat16", 2)])
 def test_context_parallelism_sends_keys_and_values_around(size, seq_len, dtype, itemsize):
     """In a layer, P - 1 hops forward and as many backward, and P of the gradients, which are float32."""

@@ -1,4 +1,4 @@
-"""The order of the ranks in the grid, against a table written out by hand; and the timeout of each of its groups."""
+"""The order of the ranks in the grid, against a table written out by hand; who makes its groups, and their timeouts."""
 
 import json
 import re
@@ -22,9 +22,12 @@ import torch
 import torch.distributed as dist
 import process_group_manager as pgm
 pgm.init_process_group("gloo", 7.5)
+make, made = dist.new_group, []
+dist.new_group = dist.distributed_c10d.new_group = lambda *args, **more: made.append(args[0]) or make(*args, **more)
 pgm.setup_process_group_manager(*json.loads(sys.argv[1]))
 grid = pgm.process_group_manager
 groups = {name: group for name, group in vars(grid).items() if name.endswith("_group")}
+assert len(made) == len(set(groups.values())) == len(groups) and all(dist.get_rank() in ranks for ranks in made), made
 if "dp_group" not in groups:  # step 9: the owners of what is on this stage in both pipelines
     groups["dp_group"] = next(group for stage in (0, 1) if (group := grid.group_of([(0, stage), (1, stage)])))
 for name, group in {**groups, "default": dist.group.WORLD}.items():

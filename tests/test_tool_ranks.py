@@ -90,6 +90,8 @@ def test_nothing_is_there_before_wait():
     (lambda rank: dist.send(torch.ones(2), 1, tag=3) if rank == 0 else dist.recv(torch.ones(2), 0), "uses the tag 3"),
     (lambda rank: [dist.new_group(ranks) for ranks in ([0], [1])[:: 1 if rank else -1]] and None, "in the same order"),
     (lambda rank: dist.new_group([0]) and None if rank else None, "unlike numbers of groups"),
+    (lambda rank: [dist.new_group(ranks, use_local_synchronization=True) for ranks in ([0], [0, 1])[rank:]] and None,
+     "new_group of the ranks [0, 1]"),  # one has another group before it
     (lambda rank: dist.all_reduce(torch.ones(2), group=dist.new_group([0])), "rank 1 is not in the group"),
     (lambda rank: dist.reduce(torch.ones(2), 0), "calls reduce, which"),
     (lambda rank: dist.send(torch.ones(2), rank), "choose another of these ranks"),

@@ -65,7 +65,8 @@ class World(Collectives):
         super().__init__(size)
         self.sends_until, self.receives_until = [0] * size, [0] * size  # in rounds
         self.groups: list[Group] = []
-        self.num_groups = [0] * size  # that each rank has made
+        self.num_groups, self.num_own = [0] * size, [0] * size  # that each rank has made, and that it is in
+        self.local_groups: dict[tuple, Group] = {}  # (ranks, number) -> a group that its members alone make
         self.sent: list[Send] = []
         self.sends: dict[tuple, list[Send]] = defaultdict(list)  # (group, sender, receiver) -> not matched yet
         self.receives: dict[tuple, list[Receive]] = defaultdict(list)
@@ -103,16 +104,24 @@ class World(Collectives):
 
         return call
 
-    def new_group(self, ranks=None, timeout=None, backend=None, **options) -> Group | None:
-        """All ranks make all groups in the same order, also those without themselves."""
-        ranks, number = tuple(range(self.size) if ranks is None else ranks), self.num_groups[self.rank]
-        self.num_groups[self.rank] += 1
-        if number == len(self.groups):
-            self.groups.append(Group(self, ranks))
-        if (group := self.groups[number]).ranks != ranks:
-            raise Violation(f"rank {self.rank} makes a group of the ranks {[*ranks]}, where another rank has made one "
-                            f"of {[*group.ranks]}: all ranks have to make all groups, in the same order. {place()}")
-        return group if self.rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
+    def new_group(self, ranks=None, timeout=None, backend=None, use_local_synchronization=False, **options):
+        """All ranks make all groups in the same order, also those without themselves. With use_local_synchronization
+        the members alone make a group: they wait for one that has their ranks, and as many groups before it.
+        """
+        ranks, rank = tuple(range(self.size) if ranks is None else ranks), self.rank
+        if use_local_synchronization and rank in ranks:
+            group = self.local_groups.setdefault((ranks, self.num_own[rank]), Group(self, ranks))
+            self.meet("new_group", group, (), None, 0, 0, lambda given: None)
+        if not use_local_synchronization:
+            number = self.num_groups[rank]
+            self.num_groups[rank] += 1
+            if number == len(self.groups):
+                self.groups.append(Group(self, ranks))
+            if (group := self.groups[number]).ranks != ranks:
+                raise Violation(f"rank {rank} makes a group of the ranks {[*ranks]}, where another rank has made one "
+                                f"of {[*group.ranks]}: all ranks have to make all groups, in the same order. {place()}")
+        self.num_own[rank] += rank in ranks
+        return group if rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
 
     def new_subgroups_by_enumeration(self, lists, timeout=None, **options) -> tuple[Group | None, list]:
         groups = [self.new_group(ranks) for ranks in lists]

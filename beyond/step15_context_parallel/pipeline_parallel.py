@@ -222,8 +222,8 @@ class StageCommunication:
         self.finish(2 * pgm.process_group_manager.pp_world_size * self.num_chunks)  # more than are alive at once
 
     def finish(self, unfinished: int = 0) -> None:
-        """Waits until no more than so many sends, the newest ones, are unfinished."""
-        while len(self.sending) > unfinished:
+        """Waits until no more than so many sends, the newest ones, are unfinished. Lets go what has been sent."""
+        while len(self.sending) > unfinished or self.sending and self.sending[0][0].is_completed():
             handle, _ = self.sending.popleft()
             handle.wait()
 

@@ -38,10 +38,11 @@ class Replicas(NamedTuple):
 
 
 def make_replicas(ranks: torch.Tensor, shard_size: int) -> Replicas:
-    """Of each row of `ranks`, as many consecutive ones as `shard_size` says divide their parameters."""
-    parts = ranks.unflatten(1, (-1, shard_size))  # (rows, copies, shards)
-    lists = ranks, parts.flatten(0, 1), parts.mT.flatten(0, 1)
-    return Replicas(*(dist.new_subgroups_by_enumeration(groups.tolist(), timeout)[0] for groups in lists))
+    """Of these ranks, this one among them, as many consecutive ones as `shard_size` says divide their parameters."""
+    parts = ranks.view(-1, shard_size)  # (copies, shards)
+    copy, shard = (parts == dist.get_rank()).nonzero()[0].tolist()
+    lists = ranks, parts[copy], parts[:, shard]
+    return Replicas(*(dist.new_group(each.tolist(), timeout, use_local_synchronization=True) for each in lists))
 
 
 class ProcessGroupManager:
@@ -66,24 +67,24 @@ class ProcessGroupManager:
         self.topology = {"dp_size": dp_size, "pp_size": pp_size, "cp_size": cp_size, "tp_size": tp_size,
                          "world_size": self.world_size}
 
-        # new_subgroups_by_enumeration makes all groups of one axis and returns the one that this rank belongs to.
-        rows, rings = self.ranks.reshape(-1, tp_size), self.ranks.transpose(2, 3).reshape(-1, cp_size)
-        columns = self.ranks.transpose(1, 3).reshape(-1, pp_size).tolist()
-        replicas = self.ranks.permute(1, 3, 0, 2).reshape(-1, self.cp_dp_world_size)
-        self.tp_group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout)
-        self.pp_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)
-        self.pp_backward_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)  # for gradients: they go back
-        self.pp_wrap_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)  # from the last rank to the first
-        self.pp_wrap_backward_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)
-        ends = [ranks[:: max(pp_size - 1, 1)] for ranks in columns]  # these stages share a tied embedding
-        self.pp_ends_group, _ = dist.new_subgroups_by_enumeration(ends, timeout)
-        self.cp_group, _ = dist.new_subgroups_by_enumeration(rings.tolist(), timeout)
+        def make_group(ranks: torch.Tensor) -> dist.ProcessGroup:  # its members make it, and nobody else
+            return dist.new_group(ranks.tolist(), timeout, use_local_synchronization=True)
+
+        stages = self.ranks[self.dp_rank, :, self.cp_rank, self.tp_rank]  # of this rank's pipeline
+        self.tp_group = make_group(self.ranks[self.dp_rank, self.pp_rank, self.cp_rank])
+        self.pp_group = make_group(stages)
+        self.pp_backward_group = make_group(stages)  # for gradients: they go back
+        self.pp_wrap_group = make_group(stages)  # from the last rank to the first
+        self.pp_wrap_backward_group = make_group(stages)
+        self.pp_ends_group = make_group(stages[:: max(pp_size - 1, 1)])  # these share a tied embedding
+        self.cp_group = make_group(self.ranks[self.dp_rank, self.pp_rank, :, self.tp_rank])
+        replicas = self.ranks[:, self.pp_rank, :, self.tp_rank].flatten()
         self.replicas = make_replicas(replicas, shard_size or self.cp_dp_world_size)
         self.cp_dp_group = self.replicas.all
 
         self.pp_is_first_stage = self.pp_rank == 0
         self.pp_is_last_stage = self.pp_rank == pp_size - 1
-        self.pp_ranks = self.ranks[self.dp_rank, :, self.cp_rank, self.tp_rank].tolist()  # of this rank's pipeline
+        self.pp_ranks = stages.tolist()
         # One rank of all logs. Only the last stage of a pipeline computes the loss, so it is a last stage.
         self.is_logging_rank = self.dp_rank == self.cp_rank == self.tp_rank == 0 and self.pp_is_last_stage
 

@@ -55,8 +55,8 @@ class LocalSteps(DataParallelBucket):
 
     def __init__(self, module: nn.Module, args):
         super().__init__(module)
-        replicas = pgm.process_group_manager.ranks.flatten(1).tolist()
-        self.replica_group, _ = dist.new_subgroups_by_enumeration(replicas, pgm.timeout)
+        replica = pgm.process_group_manager.ranks[pgm.process_group_manager.dp_rank].flatten().tolist()
+        self.replica_group = dist.new_group(replica, pgm.timeout, use_local_synchronization=True)
         self.start = [param.detach().clone() for param in module.parameters()]
         self.outer_optimizer = torch.optim.SGD(
             module.named_parameters(), args.outer_learning_rate, args.outer_momentum, nesterov=args.outer_momentum > 0)

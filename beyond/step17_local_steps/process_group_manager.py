@@ -46,21 +46,20 @@ class ProcessGroupManager:
         self.dp_world_size, self.pp_world_size, self.tp_world_size = dp_size, pp_size, tp_size
         self.topology = {"dp_size": dp_size, "pp_size": pp_size, "tp_size": tp_size, "world_size": self.world_size}
 
-        # new_subgroups_by_enumeration makes all groups of one axis and returns the one that this rank belongs to.
-        rows, replicas = self.ranks.reshape(-1, tp_size), self.ranks.permute(1, 2, 0).reshape(-1, dp_size)
-        columns = self.ranks.transpose(1, 2).reshape(-1, pp_size).tolist()
-        self.tp_group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout)
-        self.pp_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)
-        self.pp_backward_group, _ = dist.new_subgroups_by_enumeration(columns, timeout)  # for gradients: they go back
-        ends = [ranks[:: max(pp_size - 1, 1)] for ranks in columns]  # these stages share a tied embedding
-        self.pp_ends_group, _ = dist.new_subgroups_by_enumeration(ends, timeout)
-        self.dp_group, _ = dist.new_subgroups_by_enumeration(replicas.tolist(), timeout)
+        def make_group(ranks: torch.Tensor) -> dist.ProcessGroup:  # its members make it, and nobody else
+            return dist.new_group(ranks.tolist(), timeout, use_local_synchronization=True)
+
+        stages = self.ranks[self.dp_rank, :, self.tp_rank]  # of this rank's pipeline
+        self.tp_group = make_group(self.ranks[self.dp_rank, self.pp_rank])
+        self.pp_group = make_group(stages)
+        self.pp_backward_group = make_group(stages)  # for gradients: they go back
+        self.pp_ends_group = make_group(stages[:: max(pp_size - 1, 1)])  # these share a tied embedding
+        self.dp_group = make_group(self.ranks[:, self.pp_rank, self.tp_rank])
 
         self.pp_is_first_stage = self.pp_rank == 0
         self.pp_is_last_stage = self.pp_rank == pp_size - 1
-        stages = self.ranks[self.dp_rank, :, self.tp_rank].tolist()
-        self.pp_prev_rank = None if self.pp_is_first_stage else stages[self.pp_rank - 1]
-        self.pp_next_rank = None if self.pp_is_last_stage else stages[self.pp_rank + 1]
+        self.pp_prev_rank = None if self.pp_is_first_stage else stages[self.pp_rank - 1].item()
+        self.pp_next_rank = None if self.pp_is_last_stage else stages[self.pp_rank + 1].item()
         # One rank of all logs. Only the last stage of a pipeline computes the loss, so it is a last stage.
         self.is_logging_rank = self.dp_rank == 0 and self.tp_rank == 0 and self.pp_is_last_stage
 

@@ -2,8 +2,10 @@
 
 import itertools
 import math
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from catalogue import exercise
 
@@ -28,8 +30,9 @@ def rank_to_coordinates(attempt):
     set the coordinates of this rank, self.dp_rank, self.pp_rank and self.tp_rank, which are whole numbers (int). The
     rank of this process is self.global_rank. What follows makes the groups out of self.ranks.
     """
-    for sizes in ((1, 1, 1), (2, 1, 3), (2, 3, 2)):
+    for sizes in ((1, 1, 1), (2, 2, 2), (2, 1, 3), (2, 3, 2)):
         def program(modules, rank):
+            modules.process_group_manager.dist = mock.Mock(wraps=dist, new_group=mock.Mock())  # groups come later
             grid = attempt.grid(modules, *sizes)
             coordinates = grid.dp_rank, grid.pp_rank, grid.tp_rank
             attempt.require(all(type(each) is int for each in coordinates), f"rank {rank}: dp_rank, pp_rank and "
@@ -45,11 +48,10 @@ def rank_to_coordinates(attempt):
 
 
 @exercise("2", "process_group_manager.ProcessGroupManager.__init__", hints=(
-    "For each axis, a list of lists: which ranks form which group. All other coordinates are the same within a group.",
-    "The last dimension of self.ranks runs along a tp group, so self.ranks.reshape(-1, tp_size).tolist() are the tp "
-    "groups.",
-    "For the other axes, first bring their dimension to the end: transpose or permute, then reshape and tolist."),
-    blank=("rows, ", "columns = ", "self.tp_group, ", "self.pp_group, ", "self.dp_group, "))
+    "A rank needs three lists: of each axis, the ranks of the one group that it is in.",
+    "Along its tp group, dp and pp stay those of this rank: self.ranks[self.dp_rank, self.pp_rank] are its ranks.",
+    "For the other axes, a colon in the place of their own coordinate. dist.new_group takes a list, so call tolist()."),
+    blank=("def make_group", "return dist.new_group", "self.tp_group = ", "self.pp_group = ", "self.dp_group = "))
 def groups_of_an_axis(attempt):
     """Make a process group along each axis of the grid.
 
@@ -62,16 +64,15 @@ def groups_of_an_axis(attempt):
         dp 1  pp 0      4      5                 a dp group is the same place   [0, 4] [1, 5] [2, 6] [3, 7]
               pp 1      6      7                     in every block
 
-    Set self.tp_group, self.pp_group and self.dp_group to the three groups that this rank belongs to. All ranks have to
-    make all groups, in the same order, those without themselves too. You may call
+    Set self.tp_group, self.pp_group and self.dp_group to the three groups that this rank belongs to. You may call
 
-        group, all_groups = dist.new_subgroups_by_enumeration(lists, timeout)
-                                                makes a group of each list of ranks, such as [[0, 1], [2, 3]], and
-                                                returns two things: that of the calling rank, and a list of all
-        group = dist.new_group(ranks, timeout)  makes one group; keep it only where this rank is in it, for the other
-                                                ranks it is no group (dist.GroupMember.NON_GROUP_MEMBER)
+        group = dist.new_group(ranks, timeout, use_local_synchronization=True)
 
-    `timeout` is a global of the module. self.ranks[dp, pp, tp] is the rank at each place of the grid.
+    with a list of ranks. Without the last argument, all ranks would have to make all groups, in the same order, those
+    without themselves too. With it, the members alone make a group, and wait for each other there.
+
+    `timeout` is a global of the module. self.ranks[dp, pp, tp] is the rank at each place of the grid, and self.dp_rank,
+    self.pp_rank and self.tp_rank are the coordinates of this one.
     """
     for sizes in ((1, 1, 1), (2, 1, 3), (2, 2, 2), (2, 3, 2)):
         name = "dp {} x pp {} x tp {}".format(*sizes)

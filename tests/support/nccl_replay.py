@@ -94,7 +94,8 @@ class Recorder:
         needs = self.issued_on("compute")
         number = self.issue(label, communicator, needs, meeting=meeting, ranks=ranks)
         future = types.SimpleNamespace(then=lambda callback: self.call_behind(number, callback))
-        return types.SimpleNamespace(wait=lambda: self.issue("wait", needs=[number]), get_future=lambda: future)
+        return types.SimpleNamespace(wait=lambda: self.issue("wait", needs=[number]), get_future=lambda: future,
+                                     is_completed=lambda: False)  # the host is far ahead
 
     def call_behind(self, number: int, callback) -> None:
         """As torch calls what is to follow a transfer: at once, on a stream of its own that waits for the transfer."""

@@ -7,21 +7,22 @@ VERSIONS = {
         wrong=[
             Wrong("tp is counted last", "self.ranks = torch.arange(self.world_size).view(dp_size, pp_size, tp_size)",
                   "self.ranks = torch.arange(self.world_size).view(tp_size, pp_size, dp_size).permute(2, 1, 0)",
-                  "self.ranks with dp 2 x pp 1 x tp 3"),
+                  "self.ranks with dp 2 x pp 2 x tp 2"),
             Wrong("coordinates stay tensors", ".nonzero().flatten().tolist()", ".nonzero().flatten()", "(int)"),
             Wrong("the coordinates in another order", "self.dp_rank, self.pp_rank, self.tp_rank = (",
                   "self.tp_rank, self.pp_rank, self.dp_rank = (", "its (dp_rank, pp_rank, tp_rank)"),
         ]),
     "groups_of_an_axis": Versions(
         wrong=[
-            Wrong("dp groups are consecutive ranks", "self.ranks.permute(1, 2, 0).reshape", "self.ranks.reshape",
-                  "its dp group with dp 2 x pp 1 x tp 3"),
-            Wrong("pp groups reach over two blocks", "self.ranks.transpose(1, 2).reshape(-1, pp_size)",
-                  "self.ranks.permute(2, 1, 0).reshape(-1, pp_size)", "its pp group with"),
-            Wrong("a rank makes only the group that it is in",
-                  "self.dp_group, _ = dist.new_subgroups_by_enumeration(replicas.tolist(), timeout)",
-                  "self.dp_group = dist.new_group(self.ranks[:, self.pp_rank, self.tp_rank].tolist(), timeout)",
+            Wrong("the dp group is the tp group", "self.ranks[:, self.pp_rank, self.tp_rank]",
+                  "self.ranks[self.dp_rank, self.pp_rank]", "its dp group with dp 2 x pp 1 x tp 3"),
+            Wrong("pp groups reach over two blocks", "make_group(self.ranks[self.dp_rank, :, self.tp_rank])",
+                  "make_group(self.ranks[:, :, self.tp_rank].flatten())", "its pp group with"),
+            Wrong("members alone make groups that all have to make", ", use_local_synchronization=True", "",
                   "have to make all groups, in the same order"),
+            Wrong("half of the ranks make another axis first", "self.tp_group = make_group(",
+                  "if self.dp_rank:\n        self.dp_group = make_group(self.ranks[:, self.pp_rank, self.tp_rank])\n"
+                  "    self.tp_group = make_group(", "deadlock"),
         ]),
     "broadcast": Versions(
         wrong=[
