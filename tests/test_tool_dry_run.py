@@ -155,11 +155,12 @@ def draw(seed: int) -> tuple:
     while True:
         heads, experts = rng.choice([16, 32, 64]), rng.choice([0, 0, 8])
         dp, tp, cp, pp = (2 ** rng.choice(range(n)) for n in (8, 4, 4, 4))
-        is_gpu, zero = rng.random() < 0.7, rng.choice([0, 1, 2, 3])
+        is_gpu, zero = rng.random() < 0.8, rng.choice([0, 1, 2, 3])
         shape = Shape(heads * 128, heads * 128 * 7 // 2, rng.choice([4, 6, 8, 9, 16, 20]), heads, 8, 32768,
                       rng.random() < 0.3, 128)
-        m, zero = rng.choice([2 * pp, 4 * pp]), zero if dp * cp > 1 else 0
-        split = splits.Split(dp, tp, pp, rng.choice(splits.ENGINES) if pp > 1 else "-", zero, cp,
+        engine, zero = rng.choice(splits.ENGINES) if pp > 1 else "-", zero if dp * cp > 1 else 0
+        m = (4 if "interleaved" in engine else 2) * pp
+        split = splits.Split(dp, tp, pp, engine, zero, cp,
                              math.gcd(dp, rng.choice([1, 2, 8])) if experts else 1, tp > 1 and rng.random() < 0.5)
         job = splits.Job(shape, rng.choice([4096, 8192]) * cp, m * dp, 1, "bfloat16" if is_gpu else "float32",
                          dp * pp * tp * cp, 8, 1e12, 1.0, 1.0, 1.0, experts=experts, is_gpu=is_gpu,

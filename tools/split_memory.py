@@ -23,7 +23,7 @@ is between the blocks by tp. A token is in as many experts as it chose; all get 
 The formulas are those of an accumulation of several micro-batches, when there are gradients of earlier ones.
 """
 
-import math
+import itertools
 from typing import NamedTuple
 
 from data_sheets import kept_by_layer  # before the modules of cluster/, which it makes known
@@ -61,29 +61,37 @@ def sizes_of(job: Job, split: Split) -> Sizes:
                  tokens * parts["two norms"] / 2 / of_block, tokens * number * shape.vocab / tp)
 
 
-def alive(split: Split, rank: int, m: int, v: int) -> tuple[list[int], int]:
-    """How many micro-batches' activations of each chunk of a rank are alive at most, if m >= p, for their B; and after
-    that, how many chunks' for their W."""
-    p, engine = split.pp, split.engine
+def alive(split: Split, rank: int, m: int, layers: list[int]) -> tuple[int, int, int]:
+    """How many chunks' activations of a rank are alive at most, if m >= p, for their B; how many layers these have at
+    most, if its chunks have so many; and how many chunks' are alive for their W after that."""
+    p, v, engine = split.pp, len(layers), split.engine
     if p == 1:
-        return [1], 0
+        return 1, layers[0], 0
     first_round = -(-m // (m // p))
-    last = 2 * (p - rank) - 1 if engine == "interleaved" else p - rank
-    before = min((v - 1) * first_round + last, v * m)
-    return [first_round] * (v - 1) + [before - (v - 1) * first_round], (
-        min(rank, v * m - before) if engine.endswith("zb") else 0)
+    most = (v - 1) * first_round + (2 * (p - rank) - 1 if engine == "interleaved" else p - rank)
+    before = min(most, v * m)
+    forward = [each for each in layers for _ in range(first_round)]  # round after round, and backward from the last one
+    started, ended = [*itertools.accumulate(forward * 3, initial=0)], [*itertools.accumulate(forward[::-1], initial=0)]
+    alive_layers = max(started[before + i] - ended[i] for i in range(min(len(forward), v * m - before) + 1))
+    return before, alive_layers, min(rank, v * m - before) if engine.endswith("zb") else 0
+
+
+def is_divided(split: Split, rank: int) -> bool:
+    """Whether backward is in two parts. With zb it is in one on the first stage."""
+    return split.engine.endswith("zb") and (rank > 0 or split.engine.startswith("interleaved"))
 
 
 def kept(job: Job, split: Split, rank: int, m: int) -> float:
     """Bytes at most of what a rank's chunks keep, of messages, and of cosines and sines."""
     sizes, v, is_last, number = (
         sizes_of(job, split), chunks(job, split), rank == split.pp - 1, NUMBER_BYTES[job.dtype])
-    (for_b, for_w), layers = alive(split, rank, m, v), layers_of_chunks(job, split, rank)
-    found = sum(map(int.__mul__, for_b, layers)) * (sizes.between if job.recompute else sizes.layer)
+    layers = layers_of_chunks(job, split, rank)
+    for_b, of_layers, for_w = alive(split, rank, m, layers)
+    found = of_layers * (sizes.between if job.recompute else sizes.layer)
     found += for_w * (sum(layers) / v * sizes.for_w + is_last * (sizes.hidden + sizes.logits))
-    if split.pp > 1:  # outputs of chunks, posted receives, the gradient that was sent last
+    if split.pp > 1:  # outputs of chunks, a posted receive, the gradient that was sent last; gloo keeps more of them
         sends_back = rank > 0 or v > 1
-        found += sizes.between * (sum(for_b) - is_last + (sends_back if job.is_gpu else 2) + sends_back)
+        found += sizes.between * (for_b - is_last + 2 * sends_back + (not job.is_gpu) * split.pp * v)
     return found + 2 * job.micro_batch * job.seq_len / split.cp * job.shape.head_dim * number
 
 
@@ -120,7 +128,7 @@ def state_of(job: Job, split: Split, rank: int) -> State:
         under_way = table if rank == 0 else shape.hidden * shape.heads * shape.head_dim / split.tp
         filling = 0.0 if copies else shape.hidden * shape.width / split.tp
     under_way *= 1 + (1 if job.is_gpu else size - 1) / size  # with what is received
-    if zero == 3 and split.engine.endswith("zb"):  # B has the norms' gradients, for which it makes all buffers
+    if zero == 3 and is_divided(split, rank):  # B has the norms' gradients, for which it makes all buffers
         under_way, filling = layers + experts, 0.0
     return State(weights, 4 * (divided + under_way), averages, gathered, 4 * filling)
 
@@ -128,7 +136,7 @@ def state_of(job: Job, split: Split, rank: int) -> State:
 def moments(job: Job, split: Split, rank: int) -> dict[str, tuple[float, float, float]]:
     """Weights, gradients and what a backward needs besides what is kept, at each moment when this may be most."""
     sizes, state, shape = sizes_of(job, split), state_of(job, split, rank), job.shape
-    number, is_zb, is_last = NUMBER_BYTES[job.dtype], split.engine.endswith("zb"), rank == split.pp - 1
+    number, is_zb, is_last = NUMBER_BYTES[job.dtype], is_divided(split, rank), rank == split.pp - 1
     of_chunk, k, tokens = layers_of_chunks(job, split, rank)[-1], job.experts_per_token, (
         job.micro_batch * job.seq_len / split.cp)
     piled = number if number < 4 and split.zero < 3 and not is_zb else 0  # bytes of a copy's gradient
@@ -141,8 +149,11 @@ def moments(job: Job, split: Split, rank: int) -> dict[str, tuple[float, float, 
     if job.experts:
         at_mlp = max(at_mlp, split.sp * hidden + 3 * k * hidden)  # of rows, of their weights, and rows in their order
         at_attention = between + sizes.heads - 4 * wide + 3 * weight * job.experts / split.ep
+    at_attention = max(at_attention, 3 * hidden - sizes.layer + (  # of what q, k and v multiply, when these are freed
+        sizes.for_w if is_zb else hidden + piled * (layers + experts) / count))
     again = job.recompute * (sizes.layer - sizes.between)
-    later = (not is_last) * between + (of_chunk - 1) * (piled * (layers + experts) / count - a_layer)
+    later = (not is_last or chunks(job, split) > 1) * between + (of_chunk - 1) * (
+        piled * (layers + experts) / count - a_layer + is_zb * sizes.for_w)
     gradients, found = state.gradients + state.filling, {}
     for name, work in (("MLP", at_mlp), ("attention", at_attention)):
         found[f"{name} of the last layer"] = state.weights, gradients, received + again + work
