@@ -155,7 +155,7 @@ def draw(seed: int) -> tuple:
     while True:
         heads, experts = rng.choice([16, 32, 64]), rng.choice([0, 0, 8])
         dp, tp, cp, pp = (2 ** rng.choice(range(n)) for n in (8, 4, 4, 4))
-        is_gpu, zero = rng.random() < 0.8, rng.choice([0, 1, 2, 3])
+        is_gpu, zero = rng.random() < 0.9, rng.choice([0, 1, 2, 3])
         shape = Shape(heads * 128, heads * 128 * 7 // 2, rng.choice([4, 6, 8, 9, 16, 20]), heads, 8, 32768,
                       rng.random() < 0.3, 128)
         engine, zero = rng.choice(splits.ENGINES) if pp > 1 else "-", zero if dp * cp > 1 else 0
@@ -184,7 +184,8 @@ def flags_of(job, split, m: int) -> list:
 
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 12))])
 def test_formulas_of_random_splits(seed):
-    """Averages, weights, what is sent; gradients where they are not divided. An uneven shard differs by a number."""
+    """Weights, averages and what is sent are equal, but that an uneven shard differs by a number; gradients, too, where
+    they are not divided. What a rank holds when it holds most is nearly so."""
     job, split, m, stage = draw(seed)
     found = run_rank(STEPS["16"] / "train.py", [*map(str, flags_of(job, split, m))], job.ranks,
                      stage * split.cp * split.tp, 8, lambda *_: 0.0, job.is_gpu, {"drawn": job.shape})
@@ -193,11 +194,13 @@ def test_formulas_of_random_splits(seed):
         if isinstance(event, Event) and event.kind != "receive" and event.axis in sent and event.num_bytes > LOGGED:
             sent[event.axis] += event.num_bytes
     assert found.count.held["optimizer"] == pytest.approx(held["AdamW"], rel=1e-3), (job, split)
-    assert found.count.most["weights"] == pytest.approx(held["weights"], rel=1e-3), (job, split)
+    weights = split_memory.state_of(job, split, stage).weights
+    assert found.count.most["weights"] == pytest.approx(weights, rel=1e-3), (job, split)
     assert sent == pytest.approx(splits.sent(job, split, stage, m), rel=5e-3), (job, split)
     if split.zero == 0:
         kept = found.count.snapshots["after backward"]["gradients"]
         assert kept == pytest.approx(held["gradients"], rel=1e-3), (job, split)
+    assert found.count.peak.total() == pytest.approx(sum(held.values()), rel=0.03 if job.is_gpu else 0.1), (job, split)
 
 
 @pytest.mark.slow

@@ -143,6 +143,7 @@ def moments(job: Job, split: Split, rank: int) -> dict[str, tuple[float, float, 
     weight, table = piled * shape.hidden * shape.width / split.tp, shape.hidden * shape.vocab / split.tp
     (layers, experts, _), count = parameters(job, split, rank), sum(layers_of_chunks(job, split, rank))
     hidden, between, wide, received = sizes.hidden, sizes.between, sizes.wide, sizes.between
+    in_layer = piled * (layers + experts) / count
     a_layer = sizes.between if job.recompute else sizes.layer
     at_mlp = max(weight + wide + max(split.sp * hidden, wide), 3 * weight + 2 * hidden - 3 * wide)
     at_attention = sizes.heads - 4 * wide - hidden + 3 * weight
@@ -150,21 +151,18 @@ def moments(job: Job, split: Split, rank: int) -> dict[str, tuple[float, float, 
         at_mlp = max(at_mlp, split.sp * hidden + 3 * k * hidden)  # of rows, of their weights, and rows in their order
         at_attention = between + sizes.heads - 4 * wide + 3 * weight * job.experts / split.ep
     at_attention = max(at_attention, 3 * hidden - sizes.layer + (  # of what q, k and v multiply, when these are freed
-        sizes.for_w if is_zb else hidden + piled * (layers + experts) / count))
+        sizes.for_w if is_zb else hidden + in_layer))
     again = job.recompute * (sizes.layer - sizes.between)
     later = (not is_last or chunks(job, split) > 1) * between + (of_chunk - 1) * (
-        piled * (layers + experts) / count - a_layer + is_zb * sizes.for_w)
-    gradients, found = state.gradients + state.filling, {}
-    for name, work in (("MLP", at_mlp), ("attention", at_attention)):
-        found[f"{name} of the last layer"] = state.weights, gradients, received + again + work
-        found[f"{name} of the first layer"] = state.weights, gradients, received + again + work + later
+        in_layer - a_layer + is_zb * sizes.for_w)
+    gradients, begun = state.gradients + state.filling, received + again + max(at_mlp, at_attention)
+    found = {"layer": (state.weights, gradients, begun + max(0.0, later))}  # the last one, or the first one
     if is_last:
         freed = 1 if split.pp > 1 else 1 - 1 / min(2, of_chunk)
         logits = sizes.norm + hidden + 12 * tokens * shape.vocab / split.tp
         found["loss"] = state.weights - freed * state.gathered, state.gradients, logits
     if rank == 0:
-        done = layers_of_chunks(job, split, rank)[0] * (piled * (layers + experts) / count - a_layer
-                                                        + is_zb * sizes.for_w)
+        done = layers_of_chunks(job, split, rank)[0] * (in_layer - a_layer + is_zb * sizes.for_w)
         found["embedding"] = state.weights - state.gathered, gradients, (
             received + 4 * table + 4 * tokens * shape.hidden + done)
     return found
