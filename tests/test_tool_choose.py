@@ -11,6 +11,7 @@ from test_tool_site_scripts import needs_node, node
 
 with modules_of(9):
     import choose
+    import split_memory
     import splits
     from data_sheets import PRESETS, Shape, kept_by_layer, parse_nodes, synthetic_cluster
     import model
@@ -63,22 +64,23 @@ def test_the_number_of_chunks_alive_is_that_of_the_schedules():
         for action in actions:
             alive[action.kind] += 1
             most, before = max(most, alive["F"] - alive[last]), max(before, alive["F"] - alive["B"])
-        for_b, for_w = splits.alive(Split(1, 1, p, engine, 0), rank, m, v)
+        for_b, layers, for_w = split_memory.alive(Split(1, 1, p, engine, 0), rank, m, [1] * v)
+        assert layers == for_b
         assert (for_b, for_b + for_w) == (before, most), (engine, p, v, m, rank)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_is_that_of_the_planner(dtype, recompute):
-    """Where both know the split, they say the same: one predictor."""
+    """Where both know the split. The planner leaves out what a backward needs besides what is kept for it."""
     for name, tp, pp, size in [("llama-1b", 1, 4, 2), ("llama-70b", 8, 8, 1), ("llama-8b", 2, 1, 1)]:
         job = LARGE._replace(shape=PRESETS[name], dtype=dtype, recompute=recompute, micro_batch=size, ranks=tp * pp)
         split, m = Split(1, tp, pp, "1f1b" if pp > 1 else "-", 0), 512 // size
         layers = tuple(splits.layers_of(job, split, rank) for rank in range(pp))
         cluster = Cluster(synthetic_cluster(job.shape, parse_nodes("8xH100:8") * pp, tp, 4096, dtype, [size]))
         expected = peak_memory(cluster, Pipeline(tuple(range(pp)), layers, m), size, Setting(recompute=recompute))
-        found = [sum(splits.held(job, split, rank, m).values()) for rank in range(pp)]
-        assert found == pytest.approx(expected, rel=1e-9), name
+        found = [sum(split_memory.held(job, split, rank, m).values()) for rank in range(pp)]
+        assert all(0.89 * ours < theirs < 1.02 * ours for ours, theirs in zip(found, expected, strict=True)), name
 
 
 def run(folder, script: str, step: int, split: Split, *flags) -> list:
@@ -98,9 +100,9 @@ def test_activations_of_real_runs(tmp_path, step, split, more):
     """The first stage of two, over two tp ranks: what autograd keeps, within 2 %. No activation is shaped as a weight.
     """
     kept = run(tmp_path, "saved_for_backward.py", step, split, *more, "--seq_len", 24, "--max_tokens", 192)[0]["others"]
-    found = splits.activations(JOB._replace(seq_len=24, experts=4 if step == 16 else 0), split, 0, 4)
-    messages = 4 * 2 * 24 * 128 * 4 / (2 if split.sp else 1)
-    assert kept == pytest.approx(found - messages, rel=0.02)
+    job = JOB._replace(seq_len=24, experts=4 if step == 16 else 0)
+    _, layers, _ = split_memory.alive(split, 0, 4, splits.layers_of_chunks(job, split, 0))
+    assert kept == pytest.approx(layers * split_memory.sizes_of(job, split).layer, rel=0.02)
 
 
 def axis_of(kind: str, group: tuple[int, ...], split: Split) -> str:

@@ -20,7 +20,8 @@ from data_sheets import (  # before the modules of cluster/, which it makes know
 )
 from plan import add_model_flags
 from ranks.memory import USABLE_MEMORY
-from splits import AXES, Job, Split, all_parameters, chunks, held, refusal, sent, sent_to_copies, shards, splits
+from split_memory import held
+from splits import AXES, Job, Split, all_parameters, chunks, refusal, sent, sent_to_copies, shards, splits
 from utils import ArgumentParser, UserError, one_clear_error, positive_int, to_readable_format, zero_or_more
 
 

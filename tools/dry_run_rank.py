@@ -40,16 +40,16 @@ class Event(NamedTuple):
 
 
 class Handle:
-    """Of something that is done. What it brought may be waited for."""
+    """Of something that is done. What it brought may be waited for. Until then it keeps what it sends, as NCCL does."""
 
     def __init__(self, rank: "Count", tensor: torch.Tensor | None = None):
-        self.rank, self.tensor = rank, tensor
+        self.rank, self.tensor, self.sent = rank, tensor, None
 
     def wait(self, *args) -> None:
         self.rank.log.append(("wait", self))
         if self.tensor is not None:
             self.rank.label(self.tensor, "activations", "messages")
-            self.tensor = None
+        self.tensor = self.sent = None
 
     def is_completed(self) -> bool:
         return self.rank.is_gpu  # gloo says so only of what was waited for
@@ -92,6 +92,7 @@ class Count(TorchDispatchMode):
         """`peak`: the most of all together; `most`: of each by itself; `kept`: between two actions, for backward."""
         self.log.clear()
         self.flops, self.peak, self.peak_at, self.kept, self.most = 0, Counter(), "", 0, Counter(self.held)
+        self.alive = 0
 
     # Memory
 
@@ -105,6 +106,7 @@ class Count(TorchDispatchMode):
     def grow(self, category: str, change: int) -> None:
         self.held[category] += change
         self.most[category] = max(self.most[category], self.held[category])
+        self.alive = max(self.alive, self.held["activations"] + self.held["messages"])
         if change > 0 and (total := sum(self.held.values())) > sum(self.peak.values()):
             self.peak, self.peak_at = Counter(self.held), self.phase
 
@@ -212,7 +214,10 @@ class Communication:
     def reduce_scatter_single(self, output, tensor, op=None, group=None, async_op=False):
         self.count.label(output, "messages", "activations")
         others = dist.get_world_size(group) - 1
-        return self.note("reduce_scatter", group, others * output.nbytes, tensor=output, is_async=async_op)
+        handle = self.note("reduce_scatter", group, others * output.nbytes, tensor=output, is_async=async_op)
+        if handle:
+            handle.sent = tensor
+        return handle
 
     def all_gather_single(self, output, tensor, group=None, async_op=False):
         others = dist.get_world_size(group) - 1

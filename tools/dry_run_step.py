@@ -21,11 +21,24 @@ from dry_run_rank import Communication, Count, CountedStore
 from step_modules import RandomSamples, StepModules, StepSource
 
 PHASES = ("forward", "backward", "weight gradients", "gradient norm", "optimizer")
-FUSED_NORM = torch.ops.aten._fused_rms_norm
 
 
 class EndOfStep(Exception):
     """The optimizer step is over."""
+
+
+class NormOfCuda(torch.autograd.Function):
+    """F.rms_norm as CUDA's kernel does it: for its backward it keeps the input and 1/rms, in float32, of each token."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return grad * x, torch.empty_like(weight)
 
 
 class NoLogger:  # in place of RunLogger
@@ -82,8 +95,12 @@ class Stand:
         self.wrap(modules.utils, "load_config", lambda config: setattr(self, "config", config))
         with contextlib.suppress(AttributeError):
             init = modules.data_parallel.Bucket.__init__
-            modules.data_parallel.Bucket.__init__ = lambda bucket, *args: (
-                init(bucket, *args), self.count.label(bucket.grad_data, "gradients"))[0]
+
+            def init_bucket(bucket, *args) -> None:
+                with mock.patch.object(self.count, "default", "gradients"):
+                    init(bucket, *args)
+
+            modules.data_parallel.Bucket.__init__ = init_bucket
         with contextlib.suppress(AttributeError):
             timeline = modules.timeline.timeline
             timeline.span, timeline.background = self.span, lambda handle, *args: handle
@@ -232,7 +249,7 @@ def without_devices(count: Count) -> Iterator[None]:
         return result
 
     def rms_norm(x, shape, weight=None, eps=None):
-        return FUSED_NORM(x, shape, weight, eps)[0] if count.is_gpu else norm(x, shape, weight, eps)
+        return NormOfCuda.apply(x, weight) if count.is_gpu else norm(x, shape, weight, eps)
 
     with (mock.patch.object(torch.UntypedStorage, "resize_", resize_storage),
           mock.patch.object(F, "rms_norm", rms_norm), mock.patch.object(torch.cuda, "_lazy_init", lambda: None),

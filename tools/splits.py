@@ -2,15 +2,8 @@
 
 A split is dp x pp x cp x tp ranks, a schedule with v chunks a rank, a level of ZeRO and, for experts, ep of the dp
 ranks among which these are divided. The formulas, each of a rank with P parameters, of N = dp cp ranks with the same
-weights, p stages and m micro-batches of B samples, of which a rank has T tokens each:
+weights, p stages and m micro-batches of B samples, of which a rank has T tokens each. What it holds: split_memory.py.
 
-    bytes     weights 4 P, in bfloat16 2 P more for their copies, which an embedding has not; gradients 4 P; AdamW 8 P,
-              and Muon 4 P of the layers' matrices. ZeRO 1 divides the last of these by N, and ZeRO 2 the last two, but
-              for the gradient of the largest parameter. ZeRO 3 keeps 16 P / N, two layers' weights and gradients, and
-              those of the rest: the embedding, the final norm and projection; with --gather_once those of all layers.
-              Of an expert, N is the dp cp / ep ranks with it
-    alive     chunks of activations, see alive(); a layer's are those of data_sheets.kept_by_layer. Sequence
-              parallelism divides what is between the blocks by tp. A token is in as many experts as it chose
     dp        2 (N-1)/N of 4 P bytes: an all-reduce, or the reduce-scatter and all-gather of ZeRO 1; ZeRO 2
               (m+1) (N-1)/N, as it scatters gradients m times; ZeRO 3 about 3 m (N-1)/N, as it also gathers layers twice
               a micro-batch, in the activations' dtype, without a pipeline the last one once; and the rest once a step.
@@ -29,7 +22,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from data_sheets import Costs, Shape, kept_by_layer, parse_nodes  # before the modules of cluster/, which it makes known
+from data_sheets import Costs, Shape, parse_nodes  # before the modules of cluster/, which it makes known
 from planning.machines import NUMBER_BYTES
 
 ENGINES = ("1f1b", "zb", "interleaved", "interleaved_zb")
@@ -118,21 +111,14 @@ def refusal(job: Job, split: Split) -> str | None:
     return None
 
 
-def alive(split: Split, rank: int, m: int, v: int) -> tuple[int, int]:
-    """Chunks of a rank whose activations are alive at most, if m >= p: for their B, and after it for their W."""
-    p, engine = split.pp, split.engine
-    if p == 1:
-        return 1, 0
-    first_round = -(-m // (m // p))
-    most = (v - 1) * first_round + (2 * (p - rank) - 1 if engine == "interleaved" else p - rank)
-    before = min(most, v * m)
-    return before, min(rank, v * m - before) if engine.endswith("zb") else 0
+def layers_of_chunks(job: Job, split: Split, rank: int) -> list[int]:
+    """As torch.tensor_split divides them over p v virtual stages, of which rank r has r, r + p, ..."""
+    stages = split.pp * chunks(job, split)
+    return [job.shape.layers // stages + (s < job.shape.layers % stages) for s in range(rank, stages, split.pp)]
 
 
 def layers_of(job: Job, split: Split, rank: int) -> int:
-    """As torch.tensor_split divides them over p v virtual stages, of which rank r has r, r + p, ..."""
-    stages = split.pp * chunks(job, split)
-    return sum(job.shape.layers // stages + (s < job.shape.layers % stages) for s in range(rank, stages, split.pp))
+    return sum(layers_of_chunks(job, split, rank))
 
 
 def parameters(job: Job, split: Split, rank: int) -> tuple[float, float, float]:
@@ -153,58 +139,6 @@ def matrices(job: Job, split: Split, rank: int) -> float:
 
 def all_parameters(job: Job) -> float:
     return sum(parameters(job, Split(1, 1, 1, "-", 0), 0))
-
-
-def activations(job: Job, split: Split, rank: int, m: int) -> float:
-    """Bytes at most of what a rank's chunks keep.
-
-    W needs the input and the output's gradient of each linear layer. --recompute keeps the inputs of layers and, one
-    at a time, a layer's all. Where tokens are divided between the blocks, what norms keep is, but not their output,
-    which the block gathers.
-    """
-    shape, tp, pp, v = job.shape, split.tp, split.pp, chunks(job, split)
-    number, tokens = NUMBER_BYTES[job.dtype], job.micro_batch * job.seq_len / split.cp
-    kept_of_token = kept_by_layer(shape, tp, number, job.is_gpu)
-    hidden, layer, norm = tokens * number * shape.hidden, tokens * sum(kept_of_token.values()), (
-        tokens * kept_of_token["two norms"] / 2)
-    heads, kv_heads = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    weights = 4 * hidden + tokens * number * (2 * (heads + kv_heads) + 3 * shape.width) / tp
-    is_last = rank == pp - 1
-    head = is_last * (norm + hidden + 12 * tokens * shape.vocab / tp)  # logits and their softmax
-    if job.experts:  # their rows, going in and coming out; MLPs of as many tokens as were chosen
-        k = job.experts_per_token
-        layer += 2 * k * hidden + tokens * number * 4 * (k - 1) * shape.width / tp
-    if split.sp:
-        layer -= 2 * (1 - 1 / tp) * norm
-        head -= is_last * (1 - 1 / tp) * norm
-    for_b, for_w = alive(split, rank, m, v)
-    head_w = is_last * (hidden + tokens * number * shape.vocab / tp)
-    between = hidden / (tp if split.sp else 1)  # the hidden states of a rank between two layers
-    each = layers_of(job, split, rank) / v
-    kept = for_b * each * (between if job.recompute else layer) + head
-    kept += job.recompute * max(0.0, layer - between - head) + for_w * (each * weights + head_w)
-    return kept + (4 * between if pp > 1 else 0.0)  # two posted receives, two sends under way
-
-
-def held(job: Job, split: Split, rank: int, m: int) -> dict[str, float]:
-    (layers, experts, rest), (size, of_expert), tp, zero, shape = (
-        parameters(job, split, rank), shards(job, split), split.tp, split.zero, job.shape)
-    table, count, number = shape.hidden * shape.vocab / tp, layers_of(job, split, rank), NUMBER_BYTES[job.dtype]
-    owned, layer = layers + experts + rest, (layers + experts) / count
-    divided = (layers + rest) / size + experts / of_expert
-    copies = number if number < 4 else 0
-    looked_up = table if rank == 0 and (split.pp > 1 or not shape.tied) else 0.0  # an embedding alone is never cast
-    weights, gradients = 4 * owned + copies * (owned - looked_up), 4 * (divided if zero > 1 else owned)
-    if zero == 2:
-        gradients += 4 * max(table, shape.hidden * shape.width / tp)
-    if zero == 3:
-        at_once = min(2, math.ceil(shape.layers / (split.pp * chunks(job, split))))  # a chunk may be a single layer
-        gathered = layers + experts if job.gather_once else at_once * layer
-        weights = 4 * divided + number * gathered + 4 * rest + (rank == split.pp - 1) * copies * table
-        gradients += 4 * gathered + 4 * rest
-    averages = 8 * (divided if zero > 0 else owned) - job.muon * 4 * matrices(job, split, rank) / size
-    return {"weights": weights, "gradients": gradients, "AdamW": averages,
-            "activations": activations(job, split, rank, m)}
 
 
 def sent_to_copies(job: Job, split: Split, rank: int) -> float:

@@ -59,7 +59,7 @@ class LinearInTwoParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, copy = ctx.saved_tensors
-        postponed.append((ctx.weight, grad, x))
+        postponed.append((ctx.weight, grad, x.detach()))
         return grad @ copy, None, None
 
 
@@ -73,7 +73,8 @@ def take() -> Postponed | None:
 @torch.no_grad()
 def add_weight_gradients(entries: Postponed, model: nn.Module) -> None:
     """Adds dW to the gradient of each weight, and tells the DataParallelBucket `model`, as backward's hook would do."""
-    for weight, grad, x in entries:
+    while entries:  # each is given up at once
+        weight, grad, x = entries.pop(0)
         grad, x = grad.flatten(0, -2).t(), x.flatten(0, -2)  # dW = grad @ x: (out, N) (N, in)
         if weight.grad is None:
             weight.grad = (grad @ x).to(weight.dtype)

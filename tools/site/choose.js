@@ -42,18 +42,26 @@ function isRefused(job, split) {
   return !isCut || !isWhole || (zero && job.shard_size === 1) || pp * chunks(job, split) > job.layers || m < pp;
 }
 
-function alive({ pp, engine }, rank, m, v) {
-  if (pp === 1) return [1, 0];
-  const firstRound = Math.ceil(m / Math.floor(m / pp));
-  const most = (v - 1) * firstRound + (engine === "interleaved" ? 2 * (pp - rank) - 1 : pp - rank);
-  const before = Math.min(most, v * m);
-  return [before, engine.endsWith("zb") ? Math.min(rank, v * m - before) : 0];
-}
-
-function layersOf(job, split, rank) {
+function layersOfChunks(job, split, rank) {
   const stages = split.pp * chunks(job, split);
   const of = (s) => Math.floor(job.layers / stages) + (s < job.layers % stages);
-  return sum(range(chunks(job, split)).map((c) => of(c * split.pp + rank)));
+  return range(chunks(job, split)).map((c) => of(c * split.pp + rank));
+}
+
+const layersOf = (job, split, rank) => sum(layersOfChunks(job, split, rank));
+
+/** Chunks that are alive at most for their B, the layers of these, and chunks that are alive for their W. */
+function alive({ pp, engine }, rank, m, layers) {
+  if (pp === 1) return [1, layers[0], 0];
+  const v = layers.length,
+    firstRound = Math.ceil(m / Math.floor(m / pp)),
+    before = Math.min((v - 1) * firstRound + (engine === "interleaved" ? 2 * (pp - rank) - 1 : pp - rank), v * m);
+  const forward = layers.flatMap((each) => Array(firstRound).fill(each)),
+    started = [...forward, ...forward, ...forward],
+    ended = [...forward].reverse(),
+    last = Math.min(forward.length, v * m - before);
+  const most = range(last + 1).map((i) => sum(started.slice(0, before + i)) - sum(ended.slice(0, i)));
+  return [before, Math.max(...most), engine.endsWith("zb") ? Math.min(rank, v * m - before) : 0];
 }
 
 /** Those of all layers of a rank; of its experts; and of the rest: embedding, final norm and projection. */
@@ -73,57 +81,107 @@ function parameters(job, split, rank) {
 
 const allParameters = (job) => sum(parameters(job, { tp: 1, pp: 1, ep: 1, engine: "-" }, 0));
 
-function activations(job, split, rank, m) {
-  const { tp, pp, cp, sp } = split,
-    v = chunks(job, split),
+/** Bytes of one micro-batch on a rank. On a GPU a norm keeps its input, and 1/rms in float32. */
+function sizesOf(job, split) {
+  const { tp, cp, sp } = split,
     number = numberBytes(job),
-    tokens = (job.micro_batch * job.seq_len) / cp;
-  const hidden = tokens * number * job.hidden,
-    isLast = rank === pp - 1;
-  const attention = 2 * job.head_dim * (job.heads + job.kv_heads);
-  const norm = tokens * (number * job.hidden + 4), // on a GPU: its input, and 1/rms in float32
-    divided = (tokens * (number * (attention + 4 * job.width) + 4 * job.heads)) / tp,
-    weights = 4 * hidden + (tokens * number * (attention + 3 * job.width)) / tp;
-  let layer = 2 * (norm + hidden) + divided,
-    head = isLast * (norm + hidden + (12 * tokens * job.vocab) / tp);
-  if (job.experts) {
-    const k = job.experts_per_token;
-    layer += 2 * k * hidden + (tokens * number * 4 * (k - 1) * job.width) / tp;
-  }
-  if (sp) {
-    layer -= 2 * (1 - 1 / tp) * norm;
-    head -= isLast * (1 - 1 / tp) * norm;
-  }
-  const [forB, forW] = alive(split, rank, m, v),
-    headW = isLast * (hidden + (tokens * number * job.vocab) / tp),
-    between = hidden / (sp ? tp : 1),
-    each = layersOf(job, split, rank) / v;
-  const kept = forB * each * (job.recompute ? between : layer) + head + forW * (each * weights + headW);
-  return kept + (job.recompute ? Math.max(0, layer - between - head) : 0) + (pp > 1 ? 4 * between : 0);
+    tokens = (job.micro_batch * job.seq_len) / cp,
+    k = job.experts ? job.experts_per_token : 1,
+    ofBlock = sp ? tp : 1,
+    hidden = tokens * number * job.hidden;
+  const norm = (tokens * (number * job.hidden + 4)) / ofBlock,
+    wide = (tokens * k * number * job.width) / tp,
+    heads = (tokens * number * 2 * job.head_dim * (job.heads + job.kv_heads)) / tp;
+  let layer = 2 * norm + 2 * hidden + heads + (4 * tokens * job.heads) / tp + 4 * wide;
+  if (job.experts) layer += 2 * k * hidden - (1 - 1 / ofBlock) * hidden;
+  const forW = 4 * hidden + heads + 3 * wide,
+    logits = (tokens * number * job.vocab) / tp;
+  return { tokens, hidden, between: hidden / ofBlock, layer, forW, wide, heads, norm, logits };
 }
 
-function held(job, split, rank, m) {
+const isDivided = ({ engine }, rank) => engine.endsWith("zb") && (rank > 0 || engine.startsWith("interleaved"));
+
+function kept(job, split, rank, m) {
+  const sizes = sizesOf(job, split),
+    layers = layersOfChunks(job, split, rank),
+    isLast = rank === split.pp - 1,
+    sendsBack = rank > 0 || layers.length > 1;
+  const [forB, ofLayers, forW] = alive(split, rank, m, layers);
+  let found = ofLayers * (job.recompute ? sizes.between : sizes.layer);
+  found += forW * ((sum(layers) / layers.length) * sizes.forW + isLast * (sizes.hidden + sizes.logits));
+  if (split.pp > 1) found += sizes.between * (forB - isLast + 2 * sendsBack);
+  return found + 2 * sizes.tokens * job.head_dim * numberBytes(job);
+}
+
+function stateOf(job, split, rank) {
   const { tp, pp, zero } = split,
     [layers, experts, rest] = parameters(job, split, rank),
     [size, ofExpert] = shards(job, split),
-    owned = layers + experts + rest,
-    divided = (layers + rest) / size + experts / ofExpert;
-  const table = (job.hidden * job.vocab) / tp,
-    layer = (layers + experts) / layersOf(job, split, rank),
+    ofChunks = layersOfChunks(job, split, rank),
+    count = sum(ofChunks),
     number = numberBytes(job),
     copies = number < 4 ? number : 0;
+  const table = (job.hidden * job.vocab) / tp,
+    owned = layers + experts + rest,
+    divided = (layers + rest) / size + experts / ofExpert,
+    averages = 8 * (zero > 0 ? divided : owned);
   const lookedUp = rank === 0 && (pp > 1 || !job.tied) ? table : 0;
   let weights = 4 * owned + copies * (owned - lookedUp),
-    gradients = 4 * (zero > 1 ? divided : owned);
-  if (zero === 2) gradients += 4 * Math.max(table, (job.hidden * job.width) / tp);
+    gathered = 0;
   if (zero === 3) {
-    const atOnce = Math.min(2, Math.ceil(job.layers / (pp * chunks(job, split)))),
-      gathered = job.gather_once ? layers + experts : atOnce * layer;
-    weights = 4 * divided + number * gathered + 4 * rest + (rank === pp - 1 ? copies * table : 0);
-    gradients += 4 * gathered + 4 * rest;
+    gathered = number * (layers + experts) * (job.gather_once ? 1 : Math.min(2, Math.max(...ofChunks)) / count);
+    weights = 4 * divided + gathered + 4 * rest + (rank === pp - 1 ? copies * table : 0);
   }
-  const AdamW = 8 * (zero > 0 ? divided : owned);
-  return { weights, gradients, AdamW, activations: activations(job, split, rank, m) };
+  if (zero < 2 || job.gather_once) return { weights, gradients: 4 * owned, averages, gathered: 0, filling: 0 };
+  let underWay = rank === 0 ? table : (job.hidden * job.heads * job.head_dim) / tp,
+    filling = copies ? 0 : (job.hidden * job.width) / tp;
+  if (zero === 3) [underWay, filling] = [rank === 0 ? rest : layers / count, (experts || layers) / count];
+  underWay *= 1 + 1 / size;
+  if (zero === 3 && isDivided(split, rank)) [underWay, filling] = [layers + experts, 0];
+  return { weights, gradients: 4 * (divided + underWay), averages, gathered, filling: 4 * filling };
+}
+
+/** Weights, gradients and what a backward needs besides what is kept, when this may be most. */
+function moments(job, split, rank) {
+  const { tp, pp, ep, zero, sp } = split,
+    { tokens, hidden, between, layer, forW, wide, heads, norm } = sizesOf(job, split),
+    { weights, gradients, gathered, filling } = stateOf(job, split, rank);
+  const number = numberBytes(job),
+    isZb = isDivided(split, rank),
+    isLast = rank === pp - 1,
+    ofChunks = layersOfChunks(job, split, rank),
+    ofChunk = ofChunks[ofChunks.length - 1],
+    [layers, experts] = parameters(job, split, rank),
+    piled = number < 4 && zero < 3 && !isZb ? number : 0,
+    weight = (piled * job.hidden * job.width) / tp,
+    inLayer = (piled * (layers + experts)) / sum(ofChunks),
+    aLayer = job.recompute ? between : layer;
+  let mlp = Math.max(weight + wide + Math.max(sp * hidden, wide), 3 * weight + 2 * hidden - 3 * wide),
+    attention = heads - 4 * wide - hidden + 3 * weight;
+  if (job.experts) {
+    mlp = Math.max(mlp, sp * hidden + 3 * job.experts_per_token * hidden);
+    attention = between + heads - 4 * wide + (3 * weight * job.experts) / ep;
+  }
+  attention = Math.max(attention, 3 * hidden - layer + (isZb ? forW : hidden + inLayer));
+  const begun = between + (job.recompute ? layer - between : 0) + Math.max(mlp, attention),
+    later = (!isLast || ofChunks.length > 1) * between + (ofChunk - 1) * (inLayer - aLayer + isZb * forW);
+  const found = [[weights, gradients + filling, begun + Math.max(0, later)]];
+  if (isLast) {
+    const freed = pp > 1 ? 1 : 1 - 1 / Math.min(2, ofChunk);
+    found.push([weights - freed * gathered, gradients, norm + hidden + (12 * tokens * job.vocab) / tp]);
+  }
+  if (rank === 0) {
+    const table = (4 * job.hidden * job.vocab) / tp + 4 * tokens * job.hidden,
+      done = ofChunks[0] * (inLayer - aLayer + isZb * forW);
+    found.push([weights - gathered, gradients + filling, between + table + done]);
+  }
+  return found;
+}
+
+function held(job, split, rank, m) {
+  const [weights, gradients, besides] = moments(job, split, rank).reduce((a, b) => (sum(b) > sum(a) ? b : a));
+  const { averages } = stateOf(job, split, rank);
+  return { weights, gradients, AdamW: averages, activations: kept(job, split, rank, m) + besides };
 }
 
 function sentToCopies(job, split, rank) {
