@@ -3,13 +3,17 @@
 Their gradients: test_all_steps_same_math.py. Over NCCL: test_all_steps_nccl.py.
 """
 
+import types
+
 import pytest
+import torch
 from launch import modules_of
 from schedule_check import play, problem
 
 with modules_of(8):
     from pipeline_parallel import afab, one_f_one_b
 with modules_of(10):
+    import weight_gradients
     from pipeline_parallel import zero_bubble
 with modules_of(11):
     from timeline import Span, describe_bubble
@@ -70,3 +74,15 @@ def test_the_ideal_bubble_that_is_printed_is_that_of_the_schedule(schedule, v, u
                                      for kind, i, chunk, start, end in spans] for spans in played.spans])
             assert f"{ideal:.1%} ideal" in said, (m, said)
         assert f"bubble: {ideal:.1%} measured" not in said
+
+
+def test_what_w_has_used_is_given_up():
+    """Neither it nor the graph that made it, in which the hidden states that a stage has received are a leaf."""
+    weight, x = torch.nn.Parameter(torch.ones(2, 3)), torch.ones(4, 3, requires_grad=True)
+    weight_gradients.postpone(True)
+    weight_gradients.linear(x * 2, weight).sum().backward()
+    entries = weight_gradients.take()
+    weight_gradients.postpone(False)
+    assert len(entries) == 1 and weight.grad is None and entries[0][2].grad_fn is None
+    weight_gradients.add_weight_gradients(entries, types.SimpleNamespace(bucket_of={}))
+    assert not entries and torch.equal(weight.grad, torch.full((2, 3), 8.0))

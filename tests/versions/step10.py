@@ -7,8 +7,8 @@ VERSIONS = {
         wrong=[
             Wrong("the second micro-batch replaces the first", "if weight.grad is None:", "if True:",
                   "after micro-batch 1"),
-            Wrong("twice dW, and no entries left", "for weight, grad, x in entries:\n", "while entries:\n        weight, "
-                  "grad, x = entries.pop()\n        grad = 2 * grad\n", "the gradient of weight 0"),
+            Wrong("twice dW", "grad, x = entries.pop(0)\n", "grad, x = entries.pop(0)\n        grad = 2 * grad\n",
+                  "the gradient of weight 0"),
             Wrong("the dtype of the activations", "(grad @ x).to(weight.dtype)", "grad @ x", "dtype"),
             Wrong("the data parallelism is not told", "model.mark_param_as_ready(weight)", "pass",
                   "was called 0 times"),
