@@ -55,6 +55,20 @@ class Handle:
         return self.rank.is_gpu  # gloo says so only of what was waited for
 
 
+class NormOfCuda(torch.autograd.Function):
+    """F.rms_norm as CUDA's kernel does it: for its backward it keeps the input and 1/rms, in float32, of each token."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return grad * x, torch.empty_like(weight)
+
+
 class CountedStore(dist.Store):
     """Stands for the store of torchrun, to which all other ranks have come before, with the same flags."""
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dry_run_rank import Communication, Count, CountedStore
+from dry_run_rank import Communication, Count, CountedStore, NormOfCuda
 from step_modules import RandomSamples, StepModules, StepSource
 
 PHASES = ("forward", "backward", "weight gradients", "gradient norm", "optimizer")
@@ -25,20 +25,6 @@ PHASES = ("forward", "backward", "weight gradients", "gradient norm", "optimizer
 
 class EndOfStep(Exception):
     """The optimizer step is over."""
-
-
-class NormOfCuda(torch.autograd.Function):
-    """F.rms_norm as CUDA's kernel does it: for its backward it keeps the input and 1/rms, in float32, of each token."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight, _ = ctx.saved_tensors
-        return grad * x, torch.empty_like(weight)
 
 
 class NoLogger:  # in place of RunLogger
@@ -94,13 +80,8 @@ class Stand:
         modules.metrics.RunLogger = NoLogger
         self.wrap(modules.utils, "load_config", lambda config: setattr(self, "config", config))
         with contextlib.suppress(AttributeError):
-            init = modules.data_parallel.Bucket.__init__
-
-            def init_bucket(bucket, *args) -> None:
-                with mock.patch.object(self.count, "default", "gradients"):
-                    init(bucket, *args)
-
-            modules.data_parallel.Bucket.__init__ = init_bucket
+            as_gradients = mock.patch.object(self.count, "default", "gradients")
+            modules.data_parallel.Bucket.__init__ = as_gradients(modules.data_parallel.Bucket.__init__)
         with contextlib.suppress(AttributeError):
             timeline = modules.timeline.timeline
             timeline.span, timeline.background = self.span, lambda handle, *args: handle
