@@ -82,12 +82,17 @@ def pytest_report_header() -> str:
 
 
 def not_drawn(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of each test that is marked drawn(n), all cases but n of them."""
-    tables, chance = defaultdict(list), random.Random(os.environ["DRAW"])
+    """Of each test that is marked drawn(n), all cases but n of them at most. The shares of a table, which chance has
+    dealt once and for all, take turns: as many draws in a row as there are shares have every case."""
+    tables, left_out = defaultdict(list), set()
     for item in items:
         if drawn := item.get_closest_marker("drawn"):
             tables[item.function, drawn.args[0]].append(item)
-    return {item for (_, count), cases in tables.items() for item in chance.sample(cases, max(0, len(cases) - count))}
+    for (_, count), cases in tables.items():
+        shares = -(-len(cases) // count)
+        dealt = random.Random(0).sample(cases, len(cases))
+        left_out.update(set(cases).difference(dealt[int(os.environ["DRAW"]) % shares::shares]))
+    return left_out
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
