@@ -6,6 +6,7 @@ import random
 import resource
 import subprocess
 import sys
+import types
 from collections import Counter
 
 import pytest
@@ -14,11 +15,12 @@ from messages import LOGGED, messages
 
 with modules_of(9):
     import dry_run
+    import published_runs
     import split_memory
     import splits
     from data_sheets import PRESETS, Shape
-    from dry_run_clock import simulate
-    from dry_run_rank import Event
+    from dry_run_clock import Clock, Machine, simulate
+    from dry_run_rank import Event, Handle
     from dry_run_step import run_rank
     from utils import UserError
 with modules_of(11):
@@ -93,13 +95,15 @@ def test_memory_is_that_of_a_real_run(tmp_path, step, ranks, flags):
     raise AssertionError((kinds, real))
 
 
-def test_weights_gradients_and_averages_are_exact():
-    """Of a stage's parameters P: 4 P each of weights and gradients, 8 P of averages and their counters."""
+def test_weights_gradients_averages_and_operations_are_exact():
+    """Of a stage's parameters P: 4 P each of weights and gradients, 8 P of averages and their counters. Operations: 6 for
+    each weight and token, and those of 7 products of attention, each with half of its 16 x 16 scores for each sample."""
     rank = dry(8, 4, 3, [*SHORT, *TWO.split(), "--dp_size", 2, "--pp_size", 2])
     params, held = rank.parameters, rank.count.snapshots["after backward"]
     assert params == 2 * (2 * 128 + 2 * 128**2 + 2 * 128 * 64 + 3 * 128 * 352) + 128 + 1024 * 128
     assert (held["weights"], held["gradients"]) == (4 * params, 4 * params)
     assert held["optimizer"] == 8 * params + 4 * (2 * 9 + 2) and held["messages"] == 0
+    assert rank.count.flops == 64 * 6 * (params - 5 * 128) + 4 * 2 * 7 * (2 * 128 * 16**2 // 2)
     assert rank.store_operations == 3, "it reads rank 0's flags, counts itself, and reads the outcome"
 
 
@@ -108,12 +112,23 @@ def test_the_bubble_is_that_of_the_chapters(engine, chunks, bubble):
     orders = [[(*each, 0)[:3] for each in SCHEDULES[engine](stage, 4, 8, *[chunks] * (chunks > 1))]
               for stage in range(4)]
     seconds = {"F": 1, "B": 1 if engine == "zb" else 2, "W": 1}
-    done = simulate(orders, lambda stage, kind: seconds[kind], 0.0)
+    done = simulate(orders, lambda stage, kind, chunk: seconds[kind], 0.0)
     end = max(last for stage in done for _, last in stage.values())
     work = sum(seconds[kind] for kind, *_ in orders[0] if engine != "zb") or 24
     assert 1 - work / end == pytest.approx(bubble)
     with pytest.raises(ValueError, match="never ends: stages"):
         simulate([[("B", 0, 0), ("F", 0, 0)], [("F", 0, 0), ("B", 0, 0)]], lambda *_: 1.0, 0.0)
+
+
+def test_the_clock_tells_usual_actions_from_what_a_step_has_once():
+    """Two messages at once: 2 s each, and one latency of 1 s. The last of three backwards of 4 s waits for them, too."""
+    machine = Machine({}, 1.0, 1.0, 1.0, 1, 1.0)
+    sends = [Event(0, "send", "dp", (0, 1), 1, 2, Handle(None)) for _ in range(2)]
+    first, second, third = ([("begin", "backward", i, 0), ("compute", 4.0, 0)] for i in range(3))
+    waits = [("wait", each.handle) for each in sends]
+    log = [*first, ("end",), *second, ("end",), *sends, *third, *waits, ("end",)]
+    clock = Clock(types.SimpleNamespace(count=types.SimpleNamespace(log=log)), machine)
+    assert (clock.now, clock.seconds, clock.late) == (13.0, {("B", 0): 4.0}, 1.0) and clock.exposed["dp"] == 1.0
 
 
 def test_the_command(tmp_path, capsys):
@@ -147,6 +162,13 @@ def test_clear_errors(world, rank, flags, said):
         dry_run.main(["--world", "1", "step8/train.py"])
     with pytest.raises(UserError, match="--timeline /dev/null/here can't be written .*: choose another one"):
         dry_run.main(["--world", "1", "--timeline", "/dev/null/here", str(STEPS["8"] / "train.py")])
+
+
+@pytest.mark.slow
+def test_a_published_run():
+    """Its row of the page is what the script computes."""
+    row, factor = published_runs.compare(published_runs.RUNS[-1])
+    assert row in (ROOT / "beyond" / "README.md").read_text().splitlines() and 0.5 < factor < 2
 
 
 def draw(seed: int) -> tuple:

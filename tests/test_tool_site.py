@@ -188,8 +188,8 @@ def test_forms_are_followed(browsed):
     assert found["changed"]["facts"] == ["25", "28.0 %", "2", "16"]  # stage 0 computes for 8 x 3 and waits once, for 1
     assert found["reloaded"] == found["changed"] and "from 1 to 16" in found["wrong"]
     found = browsed["choose"]
-    assert found["changed"]["facts"][:2] == ["70.6 billion", "375"] and found["reloaded"] == found["changed"]
-    assert found["changed"]["best"][:9] == ["1", "1", "4", "16", "1", "1f1b", "1", "512", "8.49"]
+    assert found["changed"]["facts"][:2] == ["70.6 billion", "302"] and found["reloaded"] == found["changed"]
+    assert found["changed"]["best"][:9] == ["1", "2 s", "2", "16", "1", "zb", "1", "512", "8.97"]
     assert "divides the hidden size" in found["wrong"]
 
 

@@ -50,10 +50,12 @@ class Device(NamedTuple):
 
 
 # NVIDIA's data sheets of H100, H200, A100 (SXM) and L40S; NVLink there is the sum of both directions. Ports: the one
-# ConnectX of each GPU in DGX H100, H200 and A100. GeForce: the architecture white papers; PCIe 4.0 or 5.0 x16.
+# ConnectX of each GPU in DGX H100, H200 and A100. H800: an H100 whose NVLink has 400 GB/s, the sum of both directions.
+# GeForce: the architecture white papers; PCIe 4.0 or 5.0 x16.
 # Raspberry Pi 5: 4 Cortex-A76 at 2.4 GHz, two 128-bit multiply-adds a cycle, 32-bit LPDDR4X-4267, the 8 GB model.
 DEVICES = {
     "H100": Device(989e12, 67e12, 80 * GB, 3350 * GB, 450 * GB, 400 * GBIT, INFINIBAND),
+    "H800": Device(989e12, 67e12, 80 * GB, 3350 * GB, 200 * GB, 400 * GBIT, INFINIBAND),
     "H200": Device(989e12, 67e12, 141 * GB, 4800 * GB, 450 * GB, 400 * GBIT, INFINIBAND),
     "A100": Device(312e12, 19.5e12, 80 * GB, 2039 * GB, 300 * GB, 200 * GBIT, INFINIBAND),
     "L40S": Device(362e12, 91.6e12, 48 * GB, 864 * GB, 32 * GB, 200 * GBIT, INFINIBAND),

@@ -12,6 +12,7 @@ one that computes longer, but for its pipeline's stages.
 
 import json
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -68,7 +69,10 @@ class Span(NamedTuple):
 
 class Clock:
     """What a rank does one after the other, as if its pipeline never kept it waiting: `spans`, among them the actions
-    (kind, micro-batch, chunk) -> (start, end); `computing`, and what it waits for along each axis, in seconds."""
+    (kind, micro-batch, chunk) -> (start, end); `computing`, and what it waits for along each axis, in seconds.
+
+    `seconds` of an action of each (kind, chunk) are the median, since the last ones also wait for what dp sends. A step
+    has once what is more than these, `late`."""
 
     def __init__(self, rank: Rank, machine: Machine):
         self.now, self.computing, self.exposed, self.spans = 0.0, 0.0, Counter(), []
@@ -90,6 +94,12 @@ class Clock:
                 if kind in ACTIONS and microbatch is not None:
                     self.actions[ACTIONS[kind], microbatch, chunk] = start, self.now
                 self.spans.append(Span(kind if microbatch is None else f"{kind} {microbatch}", start, self.now))
+        durations: dict[tuple, list[float]] = {}
+        for (kind, _, chunk), (start, end) in self.actions.items():
+            durations.setdefault((kind, chunk), []).append(end - start)
+        self.seconds = {key: statistics.median(each) for key, each in durations.items()}
+        usual = sum(self.seconds[kind, chunk] for kind, _, chunk in self.actions)
+        self.late = self.end_of_actions - usual
 
     def wait(self, axis: str, end: float) -> None:
         self.exposed[axis] += max(end - self.now, 0.0)
@@ -101,6 +111,8 @@ class Clock:
         track = f"{event.axis} {'receive' if event.kind == 'receive' else 'send'}"
         start = max(self.now, self.free[track])
         end = self.free[track] = start + machine.seconds_to_send(event)
+        if event.peer is not None:  # the next message does not wait for this one's latency
+            self.free[track] -= machine.link((event.peer, event.rank))[1]
         self.spans.append(Span(event.kind, start, end, event.axis))
         if event.handle is None:
             self.wait(event.axis, end)
@@ -111,17 +123,12 @@ class Clock:
     def end_of_actions(self) -> float:
         return max((end for _, end in self.actions.values()), default=0.0)
 
-    def mean(self, kind: str) -> float:
-        """Seconds of an action of this kind."""
-        found = [end - start for (other, *_), (start, end) in self.actions.items() if other == kind]
-        return sum(found) / len(found) if found else 0.0
 
-
-def simulate(orders: list[list[tuple]], seconds: Callable[[int, str], float], hop: float) -> list[dict]:
+def simulate(orders: list[list[tuple]], seconds: Callable[[int, str, int], float], hop: float) -> list[dict]:
     """When each stage begins and ends its actions (kind, micro-batch, chunk), in the order that it is given.
 
-    A message to the next virtual stage or the one before takes `hop` seconds. Raises ValueError for a schedule that
-    never ends.
+    `seconds`(stage, kind, chunk) are those of an action. A message to the next virtual stage or the one before takes
+    `hop` seconds. Raises ValueError for a schedule that never ends.
     """
     size, done, at = len(orders), [{} for _ in orders], [0] * len(orders)
     last = max(chunk for order in orders for *_, chunk in order)
@@ -141,8 +148,8 @@ def simulate(orders: list[list[tuple]], seconds: Callable[[int, str], float], ho
                         break
                     ready = done[place % size][needed][1] + hop * (place % size != stage)
                 start = max(free[stage], ready)
-                done[stage][kind, i, chunk] = start, start + seconds(stage, kind)
-                free[stage], moved = start + seconds(stage, kind), True
+                free[stage], moved = start + seconds(stage, kind, chunk), True
+                done[stage][kind, i, chunk] = start, free[stage]
                 at[stage] += 1
     if unfinished := [stage for stage, order in enumerate(orders) if at[stage] < len(order)]:
         raise ValueError(f"the schedule never ends: stages {unfinished} wait for each other")
@@ -171,13 +178,11 @@ def predict(rank: Rank, machine: Machine, kinds: dict[int, Clock], peak: float) 
         orders = [[(*action, 0)[:3] for action in rank.schedule(stage, size, rank.microbatches)]
                   for stage in range(size)]
         clock = [kinds.get(stage, kinds.get(1, own)) for stage in range(size)]
-        means = [{kind: each.mean(kind) for kind in "FBW"} for each in clock]
-        stages = simulate(orders, lambda stage, kind: means[stage][kind], hop)
-        end = max(last for stage in stages for _, last in stage.values())
-    seconds = own.now - own.end_of_actions + end
+        stages = simulate(orders, lambda stage, *key: clock[stage].seconds.get(key, 0.0), hop)
+        end = max(last + each.late for stage, each in zip(stages, clock) for _, last in stage.values())
+    seconds, bubble = own.now - own.end_of_actions + end, end - own.end_of_actions
     tokens = rank.microbatches * rank.args.micro_batch_size * rank.args.seq_len * getattr(grid, "dp_world_size", 1)
     work = tokens * flops_per_token(rank.config, rank.args.seq_len)
-    bubble = end - own.end_of_actions
     return Prediction(seconds, own.computing, {axis: value for axis, value in own.exposed.items() if value > 0},
                       bubble, work / (grid.world_size * peak * seconds), stages, bubble)
 

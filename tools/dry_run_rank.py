@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
+FLASH = {getattr(aten, name + "_for_cpu" + end): getattr(aten, name + end)  # torch has no formula for the CPU's
+         for name in ("_scaled_dot_product_flash_attention",) for end in ("", "_backward")}
 KINDS = ("weights", "gradients", "optimizer", "activations", "messages")
 
 
@@ -182,8 +184,10 @@ class Count(TorchDispatchMode):
         if is_view or self.default != "activations":
             return
         moved = sum(each.numel() * each.element_size() for each in (*tensors, *made))
-        formula = flop_registry.get(func._overloadpacket)
+        formula = flop_registry.get(FLASH.get(func._overloadpacket, func._overloadpacket))
         flops = formula(*args, **kwargs, out_val=result) if formula else 0
+        named = dict(zip((each.name for each in func._schema.arguments), args)) if formula else {}
+        flops //= 1 + named.get("is_causal", False)  # a kernel leaves out what is masked: half of the scores
         self.flops += flops
         self.log.append(("compute", self.seconds_of(flops, moved, made[0].dtype if made else None), flops))
 
