@@ -15,6 +15,7 @@ A rank holds most in a backward that begins when its chunks keep most. What it t
     at the MLP          of a layer: the gradients of silu(gate) and up, or of their common input
     at the attention    the layer's MLP has been freed, but in bfloat16 the gradients of the copies of its weights pile
                         up: autograd casts them last, since it made the copies first
+    at the results      of experts: their gradients, three times
     at the embedding    on the first stage: the gradient of its table, when all layers of the chunk are done
 
 With --recompute chunks keep the inputs of layers and, one at a time, a layer's all. Sequence parallelism divides what
@@ -148,7 +149,7 @@ def moments(job: Job, split: Split, rank: int) -> dict[str, tuple[float, float, 
     at_mlp = max(weight + wide + max(split.sp * hidden, wide), 3 * weight + 2 * hidden - 3 * wide)
     at_attention = sizes.heads - 4 * wide - hidden + 3 * weight
     if job.experts:
-        at_mlp = max(at_mlp, split.sp * hidden + 3 * k * hidden)  # of rows, of their weights, and rows in their order
+        at_mlp = split.sp * hidden + 3 * wide * split.ep / job.experts
         at_attention = between + sizes.heads - 4 * wide + 3 * weight * job.experts / split.ep
     at_attention = max(at_attention, 3 * hidden - sizes.layer + (  # of what q, k and v multiply, when these are freed
         sizes.for_w if is_zb else hidden + in_layer))
@@ -157,6 +158,9 @@ def moments(job: Job, split: Split, rank: int) -> dict[str, tuple[float, float, 
         in_layer - a_layer + is_zb * sizes.for_w)
     gradients, begun = state.gradients + state.filling, received + again + max(at_mlp, at_attention)
     found = {"layer": (state.weights, gradients, begun + max(0.0, later))}  # the last one, or the first one
+    if job.experts:  # gradients of the results, of their weights, and of the results in the experts' order
+        found["results"] = state.weights, state.gradients, (
+            received + again + split.sp * hidden + 3 * k * hidden + max(0.0, later))
     if is_last:
         freed = 1 if split.pp > 1 else 1 - 1 / min(2, of_chunk)
         logits = sizes.norm + hidden + 12 * tokens * shape.vocab / split.tp

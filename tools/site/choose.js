@@ -159,13 +159,16 @@ function moments(job, split, rank) {
   let mlp = Math.max(weight + wide + Math.max(sp * hidden, wide), 3 * weight + 2 * hidden - 3 * wide),
     attention = heads - 4 * wide - hidden + 3 * weight;
   if (job.experts) {
-    mlp = Math.max(mlp, sp * hidden + 3 * job.experts_per_token * hidden);
+    mlp = sp * hidden + (3 * wide * ep) / job.experts;
     attention = between + heads - 4 * wide + (3 * weight * job.experts) / ep;
   }
   attention = Math.max(attention, 3 * hidden - layer + (isZb ? forW : hidden + inLayer));
   const begun = between + (job.recompute ? layer - between : 0) + Math.max(mlp, attention),
     later = (!isLast || ofChunks.length > 1) * between + (ofChunk - 1) * (inLayer - aLayer + isZb * forW);
   const found = [[weights, gradients + filling, begun + Math.max(0, later)]];
+  const again = job.recompute ? layer - between : 0,
+    results = between + again + sp * hidden + 3 * job.experts_per_token * hidden + Math.max(0, later);
+  if (job.experts) found.push([weights, gradients, results]);
   if (isLast) {
     const freed = pp > 1 ? 1 : 1 - 1 / Math.min(2, ofChunk);
     found.push([weights - freed * gathered, gradients, norm + hidden + (12 * tokens * job.vocab) / tp]);
