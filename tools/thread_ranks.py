@@ -43,6 +43,13 @@ class Send:
                             "send first, or send a copy.")
 
 
+class SendHandle(Handle):
+    """Nothing says earlier than wait() that a send is completed, as over gloo: it may always take that long."""
+
+    def is_completed(self) -> bool:
+        return self.waited
+
+
 class Receive:
     """A message from its receiver's side."""
 
@@ -163,8 +170,8 @@ class World(Collectives):
             message.handle.waited = True
             self.clocks[rank] = max(self.clocks[rank], message.arrival)
 
-        message.handle = Handle(self, f"send to rank {peer}, shape {list(tensor.shape)}", lambda: [peer],
-                                lambda: message.is_matched, finish)
+        message.handle = SendHandle(self, f"send to rank {peer}, shape {list(tensor.shape)}", lambda: [peer],
+                                    lambda: message.is_matched, finish)
         self.sends[group, rank, peer].append(message)
         self.match(group, rank, peer)
         return message.handle

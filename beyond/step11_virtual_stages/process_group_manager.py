@@ -55,7 +55,8 @@ class ProcessGroupManager:
         self.pp_backward_group = make_group(stages)  # for gradients: they go back
         self.pp_wrap_group = make_group(stages)  # from the last rank to the first
         self.pp_wrap_backward_group = make_group(stages)
-        self.pp_ends_group = make_group(stages[:: max(pp_size - 1, 1)])  # these share a tied embedding
+        ends = stages[:: max(pp_size - 1, 1)]  # these share a tied embedding. Those between make a group of their own,
+        self.pp_ends_group = make_group(ends if self.global_rank in ends else stages[1:-1])  # so all have as many
         self.dp_group = make_group(self.ranks[:, self.pp_rank, self.tp_rank])
 
         self.pp_is_first_stage = self.pp_rank == 0

@@ -56,8 +56,6 @@ class LocalSteps(DataParallelBucket):
     def __init__(self, module: nn.Module, args):
         super().__init__(module)
         replicas = pgm.process_group_manager.ranks.flatten(1).tolist()
-        # All ranks make all of these groups: members alone would have to be in equally many, and the ends of a pipeline
-        # are in one more, pp_ends_group.
         self.replica_group, _ = dist.new_subgroups_by_enumeration(replicas, pgm.timeout)
         self.start = [param.detach().clone() for param in module.parameters()]
         self.outer_optimizer = torch.optim.SGD(

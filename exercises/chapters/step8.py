@@ -45,8 +45,8 @@ def one_f_one_b(attempt):
     "self.ranks[self.dp_rank, :, self.tp_rank] are the ranks of this pipeline. Both pp groups have all of them.",
     "The ends of a pipeline are its first and last rank, and one rank only where it has one stage: a slice with the "
     "step max(pp_size - 1, 1). The neighbours are beside self.pp_rank; item() makes an int of a tensor's number."),
-    blank=("stages =", "self.pp_group =", "self.pp_backward_group =", "self.pp_ends_group =", "self.pp_prev_rank =",
-           "self.pp_next_rank ="))
+    blank=("stages =", "self.pp_group =", "self.pp_backward_group =", "ends =", "self.pp_ends_group =",
+           "self.pp_prev_rank =", "self.pp_next_rank ="))
 def stages_in_the_grid(attempt):
     """Find the ranks of a pipeline in the grid, its ends, and the neighbours of a stage.
 
@@ -60,8 +60,9 @@ def stages_in_the_grid(attempt):
 
     make_group(ranks), with a tensor of ranks, makes a process group of them, and returns None on any other rank. Set
     self.pp_group and self.pp_backward_group, two groups of the pipeline of this rank (self.dp_rank, self.pp_rank,
-    self.tp_rank), and self.pp_ends_group, of that pipeline's ends. Set self.pp_prev_rank and self.pp_next_rank, the
-    global ranks of the stages before and after its own (int), and None at the pipeline's ends.
+    self.tp_rank), and self.pp_ends_group, of that pipeline's ends, or of all stages between them where this rank is one
+    of these: all ranks have to be in equally many groups. Set self.pp_prev_rank and self.pp_next_rank, the global ranks
+    of the stages before and after its own (int), and None at the pipeline's ends.
     """
     for dp, pp, tp in ((2, 2, 2), (1, 3, 2), (2, 3, 1), (3, 1, 2), (1, 4, 1)):
         def program(modules, rank):
