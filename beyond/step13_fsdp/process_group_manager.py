@@ -66,9 +66,9 @@ class ProcessGroupManager:
         def make_group(ranks: torch.Tensor) -> dist.ProcessGroup:  # its members make it, and nobody else
             return dist.new_group(ranks.tolist(), timeout, use_local_synchronization=True)
 
-        stages = self.ranks[self.dp_rank, :, self.tp_rank]  # of this rank's pipeline
         self.tp_group = make_group(self.ranks[self.dp_rank, self.pp_rank])
-        self.pp_group = make_group(stages)
+        self.pp_group = make_group(self.ranks[self.dp_rank, :, self.tp_rank])
+        stages = self.ranks[self.dp_rank, :, self.tp_rank]  # of this rank's pipeline
         self.pp_backward_group = make_group(stages)  # for gradients: they go back
         self.pp_wrap_group = make_group(stages)  # from the last rank to the first
         self.pp_wrap_backward_group = make_group(stages)

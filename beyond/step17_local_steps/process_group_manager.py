@@ -49,9 +49,9 @@ class ProcessGroupManager:
         def make_group(ranks: torch.Tensor) -> dist.ProcessGroup:  # its members make it, and nobody else
             return dist.new_group(ranks.tolist(), timeout, use_local_synchronization=True)
 
-        stages = self.ranks[self.dp_rank, :, self.tp_rank]  # of this rank's pipeline
         self.tp_group = make_group(self.ranks[self.dp_rank, self.pp_rank])
-        self.pp_group = make_group(stages)
+        self.pp_group = make_group(self.ranks[self.dp_rank, :, self.tp_rank])
+        stages = self.ranks[self.dp_rank, :, self.tp_rank]  # of this rank's pipeline
         self.pp_backward_group = make_group(stages)  # for gradients: they go back
         ends = stages[:: max(pp_size - 1, 1)]  # these share a tied embedding. Those between make a group of their own,
         self.pp_ends_group = make_group(ends if self.global_rank in ends else stages[1:-1])  # so all have as many

@@ -21,7 +21,7 @@ def one_f_one_b(stage, num_stages, num_microbatches):
     "stages_in_the_grid": Versions(
         wrong=[
             Wrong("the pipeline is that of all tp ranks", "stages = self.ranks[self.dp_rank, :, self.tp_rank]",
-                  "stages = self.ranks[self.dp_rank].flatten()", "the ranks of pp_group"),
+                  "stages = self.ranks[self.dp_rank].flatten()", "the ranks of pp_backward_group"),
             Wrong("the ends are the whole pipeline", "stages[:: max(pp_size - 1, 1)]", "stages",
                   "the ranks of pp_ends_group"),
             Wrong("the neighbours are the next numbers", "else stages[self.pp_rank + 1].item()", "else self.global_rank + 1",
