@@ -74,3 +74,14 @@ def test_a_rank_that_sleeps_is_not_waited_for(run_code, tmp_path, flags):
                     "--micro_batch_size", 1, "--gradient_accumulation_steps", 2, "--max_tokens", 256,
                     "--log_dir", tmp_path, then="train.py", check=False, timeout=60)
     assert done.returncode == 1 and re.search("Timed out waiting 2000ms|Application timeout", done.stderr), done.stderr
+
+
+def test_a_process_can_make_a_second_grid(run_code):
+    """Of three stages: all ranks have to be in equally many groups, or the names of later ones differ."""
+    run_code(8, 3, """
+import process_group_manager as pgm
+pgm.init_process_group("gloo", 20)
+for _ in range(2):
+    pgm.setup_process_group_manager(1, 3, 1)
+pgm.dist.destroy_process_group()
+""", timeout=60)
