@@ -25,7 +25,12 @@ SEARCHES = {  # what people type -> the page that has to be among the first thre
     "GLOO_SOCKET_IFNAME": "launch", "LoRA": "fine_tuning", "zero": "step12", "fine-tune on three machines": "fine_tuning",
     "flags of step 8": "flags", "exercise 5": "step5", "ColumnParallelLinear": "step4", "one_f_one_b": "exercise-one_f_one_b",
     "Received data size doesn't match": "debugging", "address already in use": "index", "diverged": "index",
-    "apply_tensor_parallel": "step4", "mixture of experts": "step16"}
+    "apply_tensor_parallel": "step4", "mixture of experts": "step16",
+    # several words that no page has together, and what else a thing is called
+    "learning rate warmup": "step3", "vocabulary split cross entropy": "step4", "wandb offline": "comparing_runs",
+    "W&B": "comparing_runs", "weights and biases login": "comparing_runs", "save the model and resume": "checkpoints",
+    "load checkpoint on another grid": "checkpoints", "CUDA OOM in backward": "profiling", "ring attention zigzag": "step15",
+    "how to split llama 70b": "choose", "qlora on two machines": "fine_tuning"}
 KINDS = ("index", "step4", "tour-4", "playground", "choose", "exercise-f", "source-tools-splits.py", "fine_tuning")
 
 
