@@ -30,7 +30,7 @@ SEARCHES = {  # what people type -> the page that has to be among the first thre
     "learning rate warmup": "step3", "vocabulary split cross entropy": "step4", "wandb offline": "comparing_runs",
     "W&B": "comparing_runs", "weights and biases login": "comparing_runs", "save the model and resume": "checkpoints",
     "load checkpoint on another grid": "checkpoints", "CUDA OOM in backward": "profiling", "ring attention zigzag": "step15",
-    "how to split llama 70b": "choose", "qlora on two machines": "fine_tuning"}
+    "how to split llama 70b": "choose", "resume": "checkpoints", "save": "checkpoints"}
 KINDS = ("index", "step4", "tour-4", "playground", "choose", "exercise-f", "source-tools-splits.py", "fine_tuning")
 
 

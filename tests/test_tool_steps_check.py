@@ -2,12 +2,13 @@
 
 import pytest
 from made_up_steps import clean, replace, repo, run, snapshot, write  # noqa: F401, three of them are fixtures
+from steps_check import BUDGETS, CAPS, MOST_MODULES
 
 
 def test_check_is_silent_on_declared_changes(run):
     code, out = run("check")
     assert code == 0 and out.endswith("\n3 steps: all changes are declared, all steps are self-contained\n"), out
-    assert out.startswith("step 2                    3 added lines, at most 262\n"), out
+    assert out.startswith(f"step 2                    3 added lines, at most {BUDGETS[2][0]}\n"), out
 
 
 @pytest.mark.parametrize("name, old, new, problem", [
@@ -50,36 +51,54 @@ def test_check_finds_a_bad_module(repo, run, source, problem):
 
 def test_check_wants_steps_within_their_budgets(repo, run):
     write(repo, "step2_two/grid.py", "x = 1\n" * 260)  # and two lines of train.py
-    for name, source in (("other", "x = 1\n" * 293), ("another", "x = 1\n")):
+    for name, source in (("other", "x = 1\n" * (BUDGETS[3][0] - 1)), ("another", "x = 1\n")):
         write(repo, f"step3_three/{name}.py", source)  # and one line of model.py
     out = run("check")[1]
-    assert "step 2: " not in out and "step 3: 295 added lines, more than 294" in out
+    assert "step 2: " not in out and f"step 3: {BUDGETS[3][0] + 1} added lines, more than {BUDGETS[3][0]}" in out
     assert "step3_three: has 2 new modules, more than 1: another.py, other.py" in out and "step2_two: has" not in out
 
 
-@pytest.mark.parametrize("files, problem", [
-    ({"README.md": "word " * 1201}, "README.md: 1201 words, more than 1200"),
-    ({"cluster/A.md": "word " * 9000, "cluster/B.md": "word\n" * 10251}, "pages of cluster/: 19251 words, more than"),
-    ({f"cluster/run{i}/a.py": "\n" * 251 for i in range(45)}, "cluster/: 11295 lines, more than 11050"),
-    ({f"cluster/run/a{i}.py": "" for i in range(17)}, "a folder of cluster/: 17 modules, more than 16"),
-    ({"same_numbers/a.py": "\n" * 1651, "same_numbers/trainers.py": "\n" * 800}, "same_numbers/: 1651 lines, more than"),
-    ({"same_numbers/trainers.py": "\n" * 801}, "its trainers: 801 lines, more than 800"),
-    ({"exercises/mine/a.py": "\n" * 9999, "exercises/a.py": "\n" * 4701}, "exercises/: 4701 lines, more than 4700"),
-    ({"tools/site/a.js": "\n" * 331, "tools/site/a.py": "", "tools/site/a.css": "\n" * 500}, "own files: 831 lines"),
-])
-def test_no_room_grows_unseen(repo, run, files, problem):
-    for name, source in files.items():
-        (repo / name).parent.mkdir(parents=True, exist_ok=True)
-        write(repo, name, source)
+FILES = {"its trainers": "same_numbers/trainers{}.py", "the site's own files": "tools/site/{}.js",
+         "step 8, whole": "step8_eight/{}.py"}  # of the others, the name says it
+
+
+@pytest.mark.parametrize("what, most", [(what, most) for what, most, *_ in CAPS])
+def test_no_room_grows_unseen(repo, run, what, most):
+    """One line (of a page, one word) more than there may be is named, and no other room counts it."""
+    name = what if what.endswith(".md") else FILES.get(what) or f"{what.removeprefix('pages of ')}room{{}}/a.py"
+    is_page, size = what.endswith(".md") or what.startswith("pages"), 250
+    pieces = [most + 1] if is_page else [size] * (most // size) + [most % size + 1]
+    for i, lines in enumerate(pieces):
+        path = repo / name.replace(".py", ".md" if is_page else ".py").format(i)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(repo, path.relative_to(repo), "word " * lines if is_page else "\n" * lines)
     code, out = run("check")
-    assert code == 1 and problem in out, out
+    rooms = tuple(f"{each}: " for each, *_ in CAPS)
+    found = [line for line in out.splitlines() if line.startswith(rooms) and "more than" in line]
+    unit = "words" if is_page else "lines"
+    assert code == 1 and found == [f"{what}: {most + 1} {unit}, more than {most}"], out
+
+
+@pytest.mark.parametrize("name", ["exercises/mine/a.py", "same_numbers/a.md", "tools/site/a.py"])
+def test_what_does_not_count(repo, run, name):
+    (repo / name).parent.mkdir(parents=True)
+    write(repo, name, "\n" * 299 if name.startswith("tools") else "\n" * 9999)
+    assert "more than" not in run("check")[1]
+
+
+def test_a_folder_of_cluster_has_room_for_so_many_modules(repo, run):
+    (repo / "cluster" / "run").mkdir(parents=True)
+    for i in range(MOST_MODULES + 1):
+        write(repo, f"cluster/run/a{i}.py", "")
+    assert f"a folder of cluster/: {MOST_MODULES + 1} modules, more than {MOST_MODULES}" in run("check")[1]
 
 
 def test_check_measures_modules_outside_of_the_steps_and_wants_flat_steps_without_gaps(repo, run):
     (repo / "cluster" / "planning").mkdir(parents=True)
     write(repo, "cluster/planning/long.py", "import picotron\n" * 301)
     code, out = run("check")
-    assert code == 1 and out.endswith("at most 16\ncluster/planning/long.py:1: 301 lines, more than 300\n"), out
+    long = "cluster/planning/long.py:1: 301 lines, more than 300"
+    assert code == 1 and out.endswith(f"at most {MOST_MODULES}\n{long}\n"), out
     write(repo, "step2_two/package/other.py", "")
     (repo / "step1_one").rename(repo / "step4_four")
     out = run("check")[1]

