@@ -14,5 +14,5 @@ from .recorder import Recorder
 from .recording import Recording
 from .sketches import factor, section, sketch
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = ["Recorder", "Recording", "factor", "section", "sketch"]

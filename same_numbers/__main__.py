@@ -9,6 +9,9 @@ import json
 import pathlib
 import sys
 
+import torch
+
+from same_numbers import __version__
 from same_numbers.recording import Recording
 from same_numbers.verdict import Comparison
 
@@ -17,6 +20,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("one", type=pathlib.Path, help="the folder of the trusted recording")
     parser.add_argument("many", type=pathlib.Path, help="the folder of the other one")
+    parser.add_argument("--version", action="version", version=f"same-numbers {__version__}, torch {torch.__version__}")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON, and notes on standard error")
     args = parser.parse_args()
     try:
