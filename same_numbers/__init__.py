@@ -10,9 +10,10 @@ outputs.py and recording.py write and read, verdict.py and totals.py compare, ca
 package needs torch alone.
 """
 
+from . import callbacks
 from .recorder import Recorder
 from .recording import Recording
 from .sketches import factor, section, sketch
 
 __version__ = "0.3.0"
-__all__ = ["Recorder", "Recording", "factor", "section", "sketch"]
+__all__ = ["Recorder", "Recording", "callbacks", "factor", "section", "sketch"]

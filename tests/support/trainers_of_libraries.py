@@ -67,18 +67,12 @@ def trainer(run: Run):
         def _get_train_sampler(self, *args):
             return torch.utils.data.SequentialSampler(samples)
 
-    class Callback(transformers.TrainerCallback):
-        def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
-            self.recorder = same_numbers.Recorder(model, optimizer, run.folder)
-
-        def on_pre_optimizer_step(self, *args, **kwargs):
-            self.recorder.step()
-
     args = transformers.TrainingArguments(
         str(run.folder), per_device_train_batch_size=2, gradient_accumulation_steps=MICRO_BATCHES // world(),
         max_steps=run.steps, use_cpu=True, max_grad_norm=0.0, report_to="none", save_strategy="no", disable_tqdm=True,
         learning_rate=1e-2, remove_unused_columns=False)
-    running = InOrder(WithLoss(1), args, train_dataset=samples, callbacks=[Callback()])
+    running = InOrder(WithLoss(1), args, train_dataset=samples)
+    same_numbers.callbacks.record_trainer(running, run.folder)
     running.model_accepts_loss_kwargs = run.fault != "means"
     running.train()
     return []
