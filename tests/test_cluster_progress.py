@@ -19,7 +19,7 @@ from launch import MODELS, modules_of
 with modules_of(9):
     from ranks import course  # noqa: F401  before step 9's modules
     from ranks.disks import Disks
-    from ranks.files import outlive_a_full_disk
+    from hosts.exits import outlive_a_full_disk
     from run.live_state import Commit
     from run.record import EVALUATIONS, Record
     from run.times import ABSENT

@@ -29,7 +29,7 @@ import exits
 from check_hosts import Contact
 from elastic import RETRY, Elastic
 from host_facts import MARK, print_rows
-from host_run import BEGUN, ROOT, watch, without_secrets
+from host_run import BEGUN, BLANK, ROOT, fill_in, watch, without_secrets
 from inventory import NOT_STARTED, OF_SSH, Host, UserError
 from remote_run import NEVER, Launch, Run, far_end, say
 
@@ -81,7 +81,8 @@ def start(job: dict) -> None:
     with open(private, "r+") as file, open(folder / "output", "ab") as output:
         if not is_locked(file, fcntl.LOCK_EX, tries=50):  # a daemon has it; a mere look at it takes a moment
             return
-        (folder / "code").unlink(missing_ok=True)
+        for name in "pid", "code":  # take their room now, when a full disk is an error of the start
+            (folder / name).write_text(BLANK)
         file.truncate()
         file.write(json.dumps(job) + "\n")
         file.flush()
@@ -89,7 +90,7 @@ def start(job: dict) -> None:
         before = output.tell()
         daemon = subprocess.Popen([sys.executable, os.path.join("cluster", "hosts", "host_run.py")], stdin=file,
                                   stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        (folder / "pid").write_text(str(daemon.pid))
+        fill_in(folder / "pid", daemon.pid)
     has_begun = False
     while is_alive(folder) and not has_begun:
         time.sleep(0.05)

@@ -31,7 +31,6 @@ from checkpoints.save import WRITER
 from hosts import exits
 from membership.failure_detector import FailureDetector
 from membership.rendezvous import Members
-from ranks.files import outlive_a_full_disk
 from ranks.lost import LOST, NEWCOMER, VARIABLE, MembershipChanged, is_elastic, is_lost_peer, is_of_this_machine
 from ranks.placement import forget_ranks
 from ranks.stopping import Signals, let_signals_kill
@@ -140,7 +139,7 @@ def train_in_generations(args: argparse.Namespace, train: Callable) -> int:
     """What train(args, generation) returns, which is called again and again in an elastic run, each time with the same
     `args`."""
     folder = os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
-    outlive_a_full_disk(sys.stdout)
+    exits.outlive_a_full_disk(sys.stdout, sys.stderr)
     members, signals = Members.from_environment(os.path.join(folder, ".members"), args.tp_size), Signals()
     if members and members.history.is_done:
         print("the run has ended already", flush=True)
