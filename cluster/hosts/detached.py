@@ -118,7 +118,10 @@ def answer(question: dict) -> int:
     the newest. To "look", "start" and "stop" the answer is a line of JSON, {} where there is no part. It has the job
     with its token, for a launcher that starts the part of another host."""
     if "job" in question:
-        start(question["job"])
+        try:
+            start(question["job"])
+        except OSError as error:
+            sys.exit(f"{question['job']['folder']}: {error.strerror}: make room there, or set its rights")
     files = pathlib.Path("logs", "launches").glob(f"{question['run']}/{glob.escape(question['label'])}/job.json")
     jobs = {}
     for file in files:
