@@ -159,7 +159,8 @@ def write(flag: str, path: str, content: dict) -> None:
     try:
         replace(path, json.dumps(content, indent=1))
     except OSError as error:
-        raise UserError(f"{flag} {path!r} can't be written ({error.strerror}): make room, or choose another path") from None
+        why = f"{flag} {path!r} can't be written ({error.strerror})"
+        raise UserError(f"{why}: make room, or choose another path") from None
 
 
 def main():

@@ -203,7 +203,7 @@ def test_rows_are_closed_by_one_owner_and_may_be_closed_again(capsys):
     rows.close()
     assert rows.left == b"1\n2\n" and rows.is_closed and capsys.readouterr().out.splitlines() == [
         "metrics.jsonl: No space left on device: the run goes on, and what it can't write there is written once there "
-        "is room", "metrics.jsonl: the disk is full still: the last rows are lost, 4 bytes: make room, or choose "
+        "is room", "metrics.jsonl: the disk is full still, so the last rows are lost, 4 bytes: make room, or choose "
         "another --log_dir"]
     with pytest.raises(AssertionError, match="metrics.jsonl is closed"):
         rows.write("3\n")
@@ -221,7 +221,7 @@ def test_a_disk_that_stays_full_to_the_end(world_of_one, tmp_path, capsys):
         record.leave()  # at the end of a generation, after that of the run
         names = [METRICS, EVALUATIONS]
         printed = capsys.readouterr().out
-        assert [printed.count(f"run/{name}: the disk is full still: the last rows are lost") for name in names] == [1, 1]
+        assert [printed.count(f"run/{name}: the disk is full still, so the last rows are lost") for name in names] == [1, 1]
         assert printed.count("no more curves for TensorBoard ([Errno 28]") == 1 and f"room in {tmp_path}/run" in printed
         first = json.loads((tmp_path / "run" / METRICS).read_text().splitlines()[0])
         assert first["step"] == 1

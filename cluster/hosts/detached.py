@@ -85,17 +85,15 @@ def start(job: dict) -> None:
             (folder / name).write_text(BLANK)
         file.truncate()
         file.write(json.dumps(job) + "\n")
-        file.flush()
-        file.seek(0)
+        file.seek(0)  # which flushes
         before = output.tell()
         daemon = subprocess.Popen([sys.executable, os.path.join("cluster", "hosts", "host_run.py")], stdin=file,
                                   stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         fill_in(folder / "pid", daemon.pid)
-    has_begun = False
-    while is_alive(folder) and not has_begun:
+    lines = []
+    while is_alive(folder) and not any(map(BEGUN.match, lines)):
         time.sleep(0.05)
         lines = (folder / "output").read_bytes()[before:].decode(errors="replace").splitlines()
-        has_begun = any(map(BEGUN.match, lines))
 
 
 class Follower:
@@ -122,9 +120,8 @@ def answer(question: dict) -> int:
             start(question["job"])
         except OSError as error:
             sys.exit(f"{question['job']['folder']}: {error.strerror}: make room there, or set its rights")
-    files = pathlib.Path("logs", "launches").glob(f"{question['run']}/{glob.escape(question['label'])}/job.json")
     jobs = {}
-    for file in files:
+    for file in pathlib.Path("logs", "launches").glob(f"{question['run']}/{glob.escape(question['label'])}/job.json"):
         with contextlib.suppress(OSError, ValueError):  # of another user of this folder, or just being written
             jobs[file.parent] = json.loads(file.read_text())
     alive = {folder: is_alive(folder) for folder in jobs}

@@ -1,5 +1,5 @@
-"""Files that are written whole or not at all, with a checksum, JSON files that are checked when they are read, and rows,
-which are worth less than the run that writes them: they wait for room on a full disk."""
+"""Files that are written whole or not at all, with a checksum, JSON files that are checked when they are read, and what
+is worth less than the run that writes it: rows that wait for room on a full disk."""
 
 import contextlib
 import json
@@ -56,7 +56,7 @@ class File:
 class Rows:
     """A file of lines that outlives a full disk: it is said once, and each later write() tries again.
 
-    `file`: where it is open already; else the first write() opens it. close() may be called again, and does nothing then.
+    `file`: where it is open already; else the first write() opens it. A second close() does nothing.
     """
 
     def __init__(self, name: str, file=None):
@@ -80,8 +80,8 @@ class Rows:
         if self.left and not self.is_closed:
             self.write("")
             if self.left:
-                print(f"{self.name}: the disk is full still: the last rows are lost, {len(self.left)} bytes: make room, "
-                      "or choose another --log_dir", flush=True)
+                print(f"{self.name}: the disk is full still, so the last rows are lost, {len(self.left)} bytes: make "
+                      "room, or choose another --log_dir", flush=True)
         self.is_closed = True
         if self.file:
             with contextlib.suppress(OSError):  # of a disk in the network, which may say so now only
