@@ -4,8 +4,10 @@ Conversations in other words than ours, as ShareGPT's and Alpaca's, become the s
 """
 
 import argparse
+import errno
 import json
 import math
+import os
 import sys
 
 import numpy as np
@@ -164,6 +166,21 @@ def test_rows_of_our_own_kinds_stay_what_they_are(own):
 def test_bad_rows_in_other_words(tokenizers, row, expected):
     with pytest.raises(utils.UserError, match=expected):
         encoded_row(row, load(tokenizers(CHATML)))
+
+
+def test_a_full_disk_under_the_cache(tmp_path, monkeypatch):
+    """And a file of the data set that can't be read is not taken for one."""
+    monkeypatch.setattr(encoded, "CACHE", str(tmp_path / "cache"))
+
+    def parts(error):
+        yield np.zeros(3, np.int32)
+        raise error
+
+    with pytest.raises(utils.UserError, match=r"^can't write to .*cache \(No space left on device\): free space there"):
+        encoded.write(str(tmp_path / "tokens"), parts(OSError(errno.ENOSPC, "No space left on device")), 6)
+    with pytest.raises(PermissionError):
+        encoded.write(str(tmp_path / "tokens"), parts(PermissionError(errno.EACCES, "no", "/data/rows.jsonl")), 6)
+    assert os.listdir(tmp_path / "cache") == []
 
 
 def test_text_that_is_not_packed_is_a_sample_a_document(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Runs that outlive their launcher: --detach, --attach, --status and --stop, with stand-ins for ssh and torchrun."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -7,6 +8,7 @@ import re
 import shutil
 import signal
 import stat
+import subprocess
 
 import pytest
 from launch import ROOT
@@ -155,6 +157,32 @@ def test_the_end_of_a_run_is_seen(hosts):
         assert code == 1 and "launch_cluster: b (node rank 1) failed first, with exit code 1" in text, text
         assert "launch_cluster: a: its part of the run has ended with code 0" in text, text
     assert "has ended with code 1" in hosts.end("--status")[1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, as root")
+def test_a_full_disk_under_the_output(hosts):
+    """The exit code is known all the same; and where there is no room for a part, none is started."""
+    hosts.write("a")
+    (logs := hosts.root / "logs").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", logs], check=True)
+    try:
+        assert hosts.end("--detach", script=True)[0] == 0
+        for file in logs / "filler", hosts.folders()["a"] / "output":  # the latter has room in its last block
+            with contextlib.suppress(OSError), open(file, "ab", buffering=0) as full:
+                while full.write(4096 * b"x"):
+                    pass
+        code, text = hosts.end("--attach")  # the script itself ends where it can't print
+        assert code == 1 and "failed first, with exit code 1" in text, text
+        assert "has ended with code 1" in hosts.end("--status")[1]
+        shutil.rmtree(logs / "launches")
+        with contextlib.suppress(OSError), open(logs / "filler", "ab", buffering=0) as full:
+            while full.write(4096 * b"x"):
+                pass
+        code, text = hosts.end("--detach", script=True)
+        assert code == 2 and re.search("error: a could not start its part.*: No space left on device: make room", text)
+        shutil.rmtree(logs / "launches")
+    finally:
+        subprocess.run(["umount", "-l", logs], check=True)
 
 
 def test_a_dead_part_hides_no_living_one(hosts):

@@ -107,6 +107,16 @@ def test_nothing_outlives_a_run(tools, tmp_path):
     assert "its last lines:\n" in text and text.endswith("\n    the cause\n"), text
 
 
+def test_the_launchers_log_on_a_full_disk(tools, tmp_path):
+    """What it prints is lost then, and the run is not."""
+    (tmp_path / "end.py").write_text(f"print('line ' * 5000); open({str(tmp_path / 'ended')!r}, 'w')")
+    hosts = write_hosts(tmp_path, f"a iface=lo python={tools / 'python'}")
+    with open("/dev/full", "w") as log:
+        done = subprocess.run([ROOT / "cluster" / "launch_cluster.sh", hosts, "--", tmp_path / "end.py"], stdout=log,
+                              stderr=log, env=environment(PATH=f"{tools}:{os.environ['PATH']}", PYTHON=sys.executable))
+    assert done.returncode == 0 and (tmp_path / "ended").exists()
+
+
 def test_check_compares_the_hosts(tools, tmp_path):
     """Another torch, clock and project, a public way, and a port in use. The cures run nowhere by themselves and delete nothing."""
     for name in PROJECT:

@@ -230,16 +230,17 @@ def write(path: str, parts: Iterator[np.ndarray], count: int, header: list[int] 
     """
     try:
         os.makedirs(CACHE, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(dir=CACHE)
+        with tempfile.TemporaryDirectory(dir=CACHE) as name:
+            bar = progress("encoding", total=count if count < ALL else None, unit=" tokens")
+            with bar, open(unfinished := os.path.join(name, "unfinished"), "wb") as file:
+                file.seek(4 * len(header or ()))
+                for part in parts:
+                    file.write(part.astype(np.int32).tobytes())
+                    bar.update(len(part))
+                file.seek(0)
+                file.write(np.array(header or (), np.int32).tobytes())
+            os.replace(unfinished, path)
     except OSError as error:
+        if error.filename and not str(error.filename).startswith(CACHE):  # a file of the data set, which can't be read
+            raise
         raise UserError(f"can't write to {CACHE} ({error.strerror}): free space there, or make it writable") from None
-    with folder as name:
-        bar = progress("encoding", total=count if count < ALL else None, unit=" tokens")
-        with bar, open(unfinished := os.path.join(name, "unfinished"), "wb") as file:
-            file.seek(4 * len(header or ()))
-            for part in parts:
-                file.write(part.astype(np.int32).tobytes())
-                bar.update(len(part))
-            file.seek(0)
-            file.write(np.array(header or (), np.int32).tobytes())
-        os.replace(unfinished, path)

@@ -29,7 +29,7 @@ import exits
 from check_hosts import Contact
 from elastic import RETRY, Elastic
 from host_facts import MARK, print_rows
-from host_run import BEGUN, ROOT, watch, without_secrets
+from host_run import BEGUN, BLANK, ROOT, fill_in, watch, without_secrets
 from inventory import NOT_STARTED, OF_SSH, Host, UserError
 from remote_run import NEVER, Launch, Run, far_end, say
 
@@ -81,20 +81,19 @@ def start(job: dict) -> None:
     with open(private, "r+") as file, open(folder / "output", "ab") as output:
         if not is_locked(file, fcntl.LOCK_EX, tries=50):  # a daemon has it; a mere look at it takes a moment
             return
-        (folder / "code").unlink(missing_ok=True)
+        for name in "pid", "code":  # take their room now, when a full disk is an error of the start
+            (folder / name).write_text(BLANK)
         file.truncate()
         file.write(json.dumps(job) + "\n")
-        file.flush()
-        file.seek(0)
+        file.seek(0)  # which flushes
         before = output.tell()
         daemon = subprocess.Popen([sys.executable, os.path.join("cluster", "hosts", "host_run.py")], stdin=file,
                                   stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        (folder / "pid").write_text(str(daemon.pid))
-    has_begun = False
-    while is_alive(folder) and not has_begun:
+        fill_in(folder / "pid", daemon.pid)
+    lines = []
+    while is_alive(folder) and not any(map(BEGUN.match, lines)):
         time.sleep(0.05)
         lines = (folder / "output").read_bytes()[before:].decode(errors="replace").splitlines()
-        has_begun = any(map(BEGUN.match, lines))
 
 
 class Follower:
@@ -117,10 +116,12 @@ def answer(question: dict) -> int:
     the newest. To "look", "start" and "stop" the answer is a line of JSON, {} where there is no part. It has the job
     with its token, for a launcher that starts the part of another host."""
     if "job" in question:
-        start(question["job"])
-    files = pathlib.Path("logs", "launches").glob(f"{question['run']}/{glob.escape(question['label'])}/job.json")
+        try:
+            start(question["job"])
+        except OSError as error:
+            sys.exit(f"{question['job']['folder']}: {error.strerror}: make room there, or set its rights")
     jobs = {}
-    for file in files:
+    for file in pathlib.Path("logs", "launches").glob(f"{question['run']}/{glob.escape(question['label'])}/job.json"):
         with contextlib.suppress(OSError, ValueError):  # of another user of this folder, or just being written
             jobs[file.parent] = json.loads(file.read_text())
     alive = {folder: is_alive(folder) for folder in jobs}
