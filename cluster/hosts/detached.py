@@ -2,6 +2,7 @@
 
     logs/launches/RUN/HOST/    job.json, with the token of the run: nobody else may read it
                                output, pid, and at the end the exit code, in `code`
+                               hosts: those of an elastic run, if some have come to it later
 
 The daemon is host_run.py in a session of its own, with job.json as its standard input. That file stays open and locked
 for as long as it runs: the number in `pid` could be another program's after the machine was switched off.
@@ -118,11 +119,16 @@ def answer(question: dict) -> int:
     with its token, for a launcher that starts the part of another host."""
     if "job" in question:
         start(question["job"])
+    if question["ask"] == "know":
+        for folder in pathlib.Path("logs", "launches").glob(f"{question['run']}/{glob.escape(question['label'])}"):
+            (folder / "hosts.new").write_text(json.dumps(question["hosts"]))
+            (folder / "hosts.new").replace(folder / "hosts")
     files = pathlib.Path("logs", "launches").glob(f"{question['run']}/{glob.escape(question['label'])}/job.json")
     jobs = {}
     for file in files:
-        with contextlib.suppress(OSError, ValueError):  # of another user of this folder, or just being written
+        with contextlib.suppress(OSError, ValueError, KeyError):  # of another user, or just being written; no `hosts`
             jobs[file.parent] = json.loads(file.read_text())
+            jobs[file.parent]["elastic"]["hosts"] = json.loads((file.parent / "hosts").read_text())
     alive = {folder: is_alive(folder) for folder in jobs}
     for folder in (folder for folder in jobs if not alive[folder]):
         forget_secrets(folder)
@@ -143,11 +149,11 @@ def answer(question: dict) -> int:
 
 # At the near end, where the user types.
 
-def ask_all(hosts: list[Host], what: str, jobs: dict[str, dict] | None = None) -> dict[str, dict]:
+def ask_all(hosts: list[Host], what: str, jobs: dict[str, dict] | None = None, **more) -> dict[str, dict]:
     """The states of the hosts' parts, by label, as answer() gives them; {"away": why} where a host is silent. `jobs`:
-    what is started, by label."""
+    what is started, by label. `more`: of the question."""
     def ask(host: Host) -> dict:
-        question = {"ask": what, "label": host.label, "run": "*"}
+        question = {"ask": what, "label": host.label, "run": "*", **more}
         if jobs:
             question |= {"run": jobs[host.label]["id"], "job": jobs[host.label]}
         contact = Contact(host, far_end(host, "detached.py"))
@@ -246,7 +252,9 @@ def detach(hosts: list[Host], path: str, elastic: tuple[int, int] | None, env: d
             raise UserError(f"the run {first['id'][:8]} ({shlex.join(first['command'])}) is alive on "
                             f"{', '.join(alive)}: end it first, by launch_cluster.sh {path} --stop. Only an elastic "
                             "run takes hosts in, by the very command that has started it")
-        run |= {"id": first["id"], "token": its["token"], "hosts": its["hosts"], "started": first["started"],
+        lists = [part["job"]["elastic"]["hosts"] for part in found.values()
+                 if "job" in part and part["job"]["id"] == first["id"]]  # each as long as when that part has begun
+        run |= {"id": first["id"], "token": its["token"], "hosts": [*max(lists, key=len)], "started": first["started"],
                 "environment": first["environment"]}
     away = [f"{label}: {part['away']}" for label, part in found.items() if "away" in part]
     if len(hosts) - len(away) < (elastic[0] if elastic else len(hosts)):
@@ -255,7 +263,10 @@ def detach(hosts: list[Host], path: str, elastic: tuple[int, int] | None, env: d
                 and (part["is_alive"] or part["code"] == exits.DONE)]
     missing = [host for host in hosts if host.label not in has_part and "away" not in found[host.label]]
     missing = missing[:max(0, elastic[1] - len(has_part))] if elastic else missing
-    for label, part in ask_all(missing, "start", {host.label: job(hosts, host) for host in missing}).items():
+    jobs = {host.label: job(hosts, host) for host in missing}
+    if missing and first:  # else a host that is added while the new ones are away could get the number of one of them
+        ask_all([host for host in hosts if host.label in alive], "know", run=run["id"], hosts=run["hosts"])
+    for label, part in ask_all(missing, "start", jobs).items():
         if "away" in part or not part["is_alive"] and part["code"]:
             stop(missing, path)
             raise UserError(f"{label} could not start its part, so all were stopped: "
