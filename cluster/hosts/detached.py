@@ -1,8 +1,7 @@
 """--detach, --attach, --status and --stop: runs that outlive the launcher, as a daemon on each host.
 
     logs/launches/RUN/HOST/    job.json, with the token of the run: nobody else may read it
-                               output, pid, and at the end the exit code, in `code`
-                               hosts: those of an elastic run, if some have come to it later
+                               output, pid; the hosts, if some have come later; at the end the exit code, in `code`
 
 The daemon is host_run.py in a session of its own, with job.json as its standard input. That file stays open and locked
 for as long as it runs: the number in `pid` could be another program's after the machine was switched off.
@@ -119,16 +118,14 @@ def answer(question: dict) -> int:
     with its token, for a launcher that starts the part of another host."""
     if "job" in question:
         start(question["job"])
-    if question["ask"] == "know":
-        for folder in pathlib.Path("logs", "launches").glob(f"{question['run']}/{glob.escape(question['label'])}"):
-            (folder / "hosts.new").write_text(json.dumps(question["hosts"]))
-            (folder / "hosts.new").replace(folder / "hosts")
-    files = pathlib.Path("logs", "launches").glob(f"{question['run']}/{glob.escape(question['label'])}/job.json")
     jobs = {}
-    for file in files:
-        with contextlib.suppress(OSError, ValueError, KeyError):  # of another user, or just being written; no `hosts`
+    for file in pathlib.Path("logs", "launches").glob(f"{question['run']}/{glob.escape(question['label'])}/job.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # of another user, just being written, or not elastic
             jobs[file.parent] = json.loads(file.read_text())
-            jobs[file.parent]["elastic"]["hosts"] = json.loads((file.parent / "hosts").read_text())
+            if question["ask"] == "know":
+                file.with_name("hosts.new").write_text(json.dumps(question["known"]))
+                file.with_name("hosts.new").replace(file.with_name("hosts"))
+            jobs[file.parent]["elastic"]["hosts"] = json.loads(file.with_name("hosts").read_text())
     alive = {folder: is_alive(folder) for folder in jobs}
     for folder in (folder for folder in jobs if not alive[folder]):
         forget_secrets(folder)
@@ -151,7 +148,7 @@ def answer(question: dict) -> int:
 
 def ask_all(hosts: list[Host], what: str, jobs: dict[str, dict] | None = None, **more) -> dict[str, dict]:
     """The states of the hosts' parts, by label, as answer() gives them; {"away": why} where a host is silent. `jobs`:
-    what is started, by label. `more`: of the question."""
+    what is started, by label; `more` is part of the question."""
     def ask(host: Host) -> dict:
         question = {"ask": what, "label": host.label, "run": "*", **more}
         if jobs:
@@ -163,10 +160,6 @@ def ask_all(hosts: list[Host], what: str, jobs: dict[str, dict] | None = None, *
 
     with ThreadPoolExecutor(len(hosts) or 1) as pool:
         return dict(zip([host.label for host in hosts], pool.map(ask, hosts)))
-
-
-def ending(code: int) -> str:
-    return {exits.KILLED: "was killed", exits.STOPPED: "was stopped"}.get(code, f"has ended with code {code}")
 
 
 def newest(parts: dict[str, dict]) -> dict | None:
@@ -185,7 +178,7 @@ def status(hosts: list[Host], path: str) -> int:
             script, *words = part["job"]["command"]
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(part["job"]["started"]))
             row[2:] = [part["job"]["id"][:8], shlex.join([os.path.basename(script), *words])[:40],
-                       f"runs since {since}" if part["is_alive"] else ending(part["code"]), *part["last"][-1:]]
+                       f"runs since {since}" if part["is_alive"] else exits.ending(part["code"]), *part["last"][-1:]]
         table.append(row)
     print_rows(table)
     return exits.DONE
@@ -213,7 +206,7 @@ class Follow(Launch):
         if not is_away:
             self.ends[label] = run
             self.away.pop(label, None)
-            say(f"{label}: its part of the run {ending(run.code)}")
+            say(f"{label}: its part of the run {exits.ending(run.code)}")
         elif label not in self.ends:
             why = ": ".join(run.host.explain(run.code, "\n".join(run.last)) or (NOTHING,))
             if why != self.away.get(label):
@@ -252,25 +245,23 @@ def detach(hosts: list[Host], path: str, elastic: tuple[int, int] | None, env: d
             raise UserError(f"the run {first['id'][:8]} ({shlex.join(first['command'])}) is alive on "
                             f"{', '.join(alive)}: end it first, by launch_cluster.sh {path} --stop. Only an elastic "
                             "run takes hosts in, by the very command that has started it")
-        lists = [part["job"]["elastic"]["hosts"] for part in found.values()
-                 if "job" in part and part["job"]["id"] == first["id"]]  # each as long as when that part has begun
-        run |= {"id": first["id"], "token": its["token"], "hosts": [*max(lists, key=len)], "started": first["started"],
-                "environment": first["environment"]}
+        run |= {"token": its["token"], **{name: first[name] for name in ("id", "started", "environment")}}
+    parts = {label: part for label, part in found.items() if "job" in part and part["job"]["id"] == run["id"]}
+    # Each knows the hosts of its start, and of later ones if it was told.
+    run["hosts"] = max((part["job"]["elastic"]["hosts"] for part in parts.values()), key=len, default=[])
     away = [f"{label}: {part['away']}" for label, part in found.items() if "away" in part]
     if len(hosts) - len(away) < (elastic[0] if elastic else len(hosts)):
         raise UserError(f"nothing is started, since hosts are missing: {'; '.join(away)}")
-    has_part = [label for label, part in found.items() if "job" in part and part["job"]["id"] == run["id"]
-                and (part["is_alive"] or part["code"] == exits.DONE)]
+    has_part = [label for label, part in parts.items() if part["is_alive"] or part["code"] == exits.DONE]
     missing = [host for host in hosts if host.label not in has_part and "away" not in found[host.label]]
     missing = missing[:max(0, elastic[1] - len(has_part))] if elastic else missing
-    jobs = {host.label: job(hosts, host) for host in missing}
-    if missing and first:  # else a host that is added while the new ones are away could get the number of one of them
-        ask_all([host for host in hosts if host.label in alive], "know", run=run["id"], hosts=run["hosts"])
-    for label, part in ask_all(missing, "start", jobs).items():
+    for label, part in ask_all(missing, "start", {host.label: job(hosts, host) for host in missing}).items():
         if "away" in part or not part["is_alive"] and part["code"]:
             stop(missing, path)
-            raise UserError(f"{label} could not start its part, so all were stopped: "
-                            + (part.get("away") or "\n    ".join(part["last"])))
+            why = part.get("away") or "\n    ".join(part["last"])
+            raise UserError(f"{label} could not start its part, so all were stopped: {why}")
+    if parts and missing:  # else a host that comes while these are away could get the number of one of them
+        ask_all([host for host in hosts if "away" not in found[host.label]], "know", run=run["id"], known=run["hosts"])
     for why in away:
         say(f"no part yet has {why}. The same command starts it later")
     say(f"the run {run['id'][:8]} goes on by itself on {', '.join(has_part + [host.label for host in missing])}, with "
@@ -283,8 +274,7 @@ def attach(hosts: list[Host], path: str) -> int:
     """Raises UserError where there is nothing to look at."""
     if not (run := newest(ask_all(hosts, "look"))):
         raise UserError(f"no host of {path} that answers has a detached run: start one by --detach")
-    follow = Follow(hosts, run)
-    code = follow.run()
+    code = (follow := Follow(hosts, run)).run()
     if not follow.is_over:
         say("left. The run goes on: --attach comes back to it, --stop ends it")
     return code

@@ -40,3 +40,8 @@ def leave(code: int) -> NoReturn:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)
+
+
+def ending(code: int) -> str:
+    """What is said of a part that has ended with it."""
+    return {KILLED: "was killed", STOPPED: "was stopped"}.get(code, f"has ended with code {code}")
