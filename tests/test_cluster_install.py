@@ -63,7 +63,7 @@ def test_copies_the_project_twice(run, tmp_path):
     assert code == 0 and len(re.findall(r"[ab] \| copied \d{3} files to .*copy of a\n", text)) == 1, text
     assert text.count(" | Successfully installed torch-2.13.0+cpu") == 2, text
     copied = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
-    assert copied == set(files_of(ROOT))
+    assert copied == set(files_of(str(ROOT)))
     (there / "runs").mkdir()
     for name, text in ("runs/mine", "kept"), ("cluster/gone.py", "stale"), ("cluster.json", "kept"), ("setup.py", "mine"):
         (there / name).write_text(text)
@@ -85,7 +85,7 @@ BESIDE = """.venv/bin/python venv/pyvenv.cfg venv/README.md tools/env/pyvenv.cfg
 @pytest.mark.parametrize("around", ["nothing", "another repository", "a repository that git can't read"])
 def test_the_project_out_of_a_zip(tmp_path, around):
     """What git tracks, and nothing that was installed, trained, downloaded or written beside it."""
-    project = files_of(ROOT)
+    project = files_of(str(ROOT))
     root = tmp_path / "a folder of mine"
     for name in [*project, *BESIDE]:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
