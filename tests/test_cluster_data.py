@@ -117,7 +117,7 @@ def test_the_targets_of_a_conversation_are_its_answers(tokenizers, name):
 def test_a_template_with_a_byte_order_mark(tokenizers, dataset):
     """It would be the first token of each conversation."""
     path, marked = dataset([{"messages": TALK}]), "\ufeff" + CHATML
-    found = [ids_of(encoded.load_samples(flags(path), tokenizers(each), 1024, packing="off")[0])
+    found = [ids_of(encoded.load_samples(flags(path), tokenizers(each), 1026, packing="off")[0])
              for each in (CHATML, marked)]
     assert found[0] == found[1] and load(tokenizers(marked)).chat_template == marked
 
