@@ -16,7 +16,7 @@ def git_diff(old, new, *options, cwd=None):
                                "--text", "--diff-algorithm=myers", "-U3", *options, "--", old, new], cwd=cwd,
                               capture_output=True)
     except FileNotFoundError:  # nothing else here needs it: the files may be out of a ZIP
-        raise ValueError("the steps are compared by git, which is not installed: install it, or use diff -ruN") from None
+        raise ValueError("git, which compares the steps, is not installed: install it, or use diff -ruN") from None
     if not 0 <= done.returncode <= 1:
         raise ValueError(f"git diff: {done.stderr.decode(errors='replace').strip()}")
     return done.stdout.decode()

@@ -30,8 +30,8 @@ FIND_PYTHON = """for name in "$2" python3 python3.14 python3.13 python3.12 pytho
 python3 --version >&2; exit 127"""
 # The project where git can't say what that is, as in a folder out of a ZIP: the names in its root, the kinds of files in
 # its folders, and folders in these that are none of it. So nothing is copied that lies beside it, be it large or private.
-FOLDERS = re.compile(r"\.ci|\.github|\.tours|assets|beyond|cluster|docs|exercises|same_numbers|step\d+_\w+|tests|tools")
-FILES = re.compile(r"[A-Z][\w.]*|setup\.py|pytest\.ini|constraints\.txt|\.(git|docker|torchx)ignore|\.torchxconfig")
+FOLDERS = re.compile(r"\.(ci|github|tours)|assets|beyond|cluster|docs|exercises|same_numbers|step\d+_\w+|tests|tools")
+FILES = re.compile(r"[A-Z][\w.]*|setup\.py|pytest\.ini|constraints\.txt|\.(git|docker|torchx)ignore|\.torchx\w+")
 KINDS = re.compile(r"run|[^.].*\.(css|html|ini|m?js|json|md|png|py|sbatch|sh|toml|tour|txt|typed|ya?ml)")
 OTHERS = re.compile(r"\..*|__pycache__|.*\.egg-info|node_modules|site-packages|runs|logs|wandb|mine|build")
 LARGEST = 1 << 20  # bytes of a file

@@ -170,7 +170,7 @@ class Listener:
         return server.getsockname()[1]
 
     def accept(self, server: socket.socket) -> None:
-        """For good. Where threads or file descriptors are short, a stranger gives them back, else the next ones wait."""
+        """For good. Where threads or descriptors are short, a stranger gives them back, else the next ones wait."""
         while True:
             sock = None
             try:

@@ -137,7 +137,7 @@ def sync_folder(path: str) -> None:
 
 
 def unmarked(tokenizer):
-    """A tokenizer without the mark that some editors put first in chat_template.jinja: each text would begin with it."""
+    """A tokenizer without the mark that some editors put into chat_template.jinja: all texts would begin with it."""
     if isinstance(tokenizer.chat_template, str):
         tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
     return tokenizer
