@@ -79,7 +79,7 @@ BESIDE = """.venv/bin/python venv/pyvenv.cfg venv/README.md tools/env/pyvenv.cfg
     same_numbers/a.egg-info/top_level.txt node_modules/a/a.js tools/site/node_modules/a/a.js exercises/mine/1.py
     checkpoints/1/config.json models/llama/config.json wandb/a.json step3_dataloader/wandb/a.json site/index.html
     assets/llama/model.safetensors assets/llama/tokenizer.json cluster.json plan.json hosts.txt .env key.pem data.jsonl
-    my.py cluster/.env step8_pipeline_parallel_1f1b/train.py~ cluster/plan.py.old docs/.DS_Store nohup.out""".split()
+    my.py Notes.txt cluster/.env step8_pipeline_parallel_1f1b/train.py~ cluster/plan.py.old docs/.DS_Store nohup.out""".split()
 
 
 @pytest.mark.parametrize("around", ["nothing", "another repository", "a repository that git can't read"])

@@ -28,10 +28,11 @@ CLEAR = "\r\033[K" if IS_TERMINAL else ""  # the line that says how long it take
 FIND_PYTHON = """for name in "$2" python3 python3.14 python3.13 python3.12 python3.11 python3.10; do "$name" -c \
 "import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))" 2>/dev/null && exec "$name" -I -c "$1"; done; \
 python3 --version >&2; exit 127"""
-# The project where git can't say what that is, as in a folder out of a ZIP: the names in its root, the kinds of files in
-# its folders, and folders in these that are none of it. So nothing is copied that lies beside it, be it large or private.
+# The project where git can't say what that is, as in a folder out of a ZIP: the names in its root, the kinds of files
+# in its folders, and what is none of it there. So nothing is copied that lies beside it, large or private.
 FOLDERS = re.compile(r"\.(ci|github|tours)|assets|beyond|cluster|docs|exercises|same_numbers|step\d+_\w+|tests|tools")
-FILES = re.compile(r"[A-Z][\w.]*|setup\.py|pytest\.ini|constraints\.txt|\.(git|docker|torchx)ignore|\.torchx\w+")
+FILES = re.compile(r"(README|CONTRIBUTING)\.md|LICENSE|setup\.py|pytest\.ini|constraints\.txt|Dockerfile\.torchx|"
+                   r"\.(git|docker|torchx)ignore|\.torchxconfig")
 KINDS = re.compile(r"run|[^.].*\.(css|html|ini|m?js|json|md|png|py|sbatch|sh|toml|tour|txt|typed|ya?ml)")
 OTHERS = re.compile(r"\..*|__pycache__|.*\.egg-info|node_modules|site-packages|runs|logs|wandb|mine|build")
 LARGEST = 1 << 20  # bytes of a file
