@@ -116,6 +116,14 @@ def test_the_targets_of_a_conversation_are_its_answers(tokenizers, name):
     assert np.where(row < 0, -1 - row, row).tolist() == words(whole, add_special_tokens=False)["input_ids"]
 
 
+def test_a_template_with_a_byte_order_mark(tokenizers, dataset):
+    """It would be the first token of each conversation."""
+    path, marked = dataset([{"messages": TALK}]), "\ufeff" + CHATML
+    found = [ids_of(encoded.load_samples(flags(path), tokenizers(each), 1026, packing="off")[0])
+             for each in (CHATML, marked)]
+    assert found[0] == found[1] and load(tokenizers(marked)).chat_template == marked
+
+
 FIRST, LAST = "Four.<|im_end|>", "Seven, it is.<|im_end|>"
 SAID = [{"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]), "value": m["content"]} for m in TALK]
 ADD = [{"role": "user", "content": "Add.\n\n2 + 2"}, {"role": "assistant", "content": "4"}]

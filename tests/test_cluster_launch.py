@@ -71,6 +71,12 @@ def test_what_a_line_says_arrives(tmp_path, monkeypatch, tools):
     assert first.explain(255, "... Permission denied (publickey).")[1].startswith("ssh-copy-id -p 2222 pi@pi0, or")
 
 
+def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path):
+    path = write_hosts(tmp_path, "a address=10.0.0.1", "b address=10.0.0.2")
+    path.write_bytes("\ufeff".encode() + path.read_bytes().replace(b"\n", b"\r\n"))  # as an editor of Windows writes it
+    assert [(host.label, host.address) for host in inventory.read_hosts(str(path))] == [("a", "10.0.0.1"), ("b", "10.0.0.2")]
+
+
 def test_no_word_is_read_by_a_shell(tools, tmp_path):
     """A folder, an argument and a variable that are commands to any shell arrive as they are."""
     hostile = "a 'b\" $(touch ran) `touch ran` ; touch ran & | > ran \\ * ~"

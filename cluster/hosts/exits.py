@@ -62,3 +62,8 @@ def outlive_a_full_disk(*streams) -> None:
 
     for stream in streams:
         stream.write, stream.flush = without_errors(stream.write), without_errors(stream.flush)
+
+
+def ending(code: int) -> str:
+    """What is said of a part that has ended with it."""
+    return {KILLED: "was killed", STOPPED: "was stopped"}.get(code, f"has ended with code {code}")

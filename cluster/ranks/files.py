@@ -124,10 +124,17 @@ def sync_folder(path: str) -> None:
         os.close(descriptor)
 
 
+def unmarked(tokenizer):
+    """A tokenizer without the mark that some editors put into chat_template.jinja: all texts would begin with it."""
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
+    return tokenizer
+
+
 def read_json(path: str, check: Callable, remedy: str = ""):
     """What check() makes of the content of a JSON file. Raises UserError where it is not as check() needs it."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # without the mark that some editors put first
             return check(json.load(file))
     except UserError:
         raise
