@@ -110,7 +110,7 @@ def measure(args) -> None:
         names = (*LAYERS_AND_HEADS, "device", *(LORA if args.lora_rank else ()))
         flags = {name: getattr(args, name) for name in names}
         cluster["flags"] = {name: value for name, value in flags.items() if value not in (None, "auto")}
-        replace(args.measure, json.dumps(cluster, indent=1))
+        write("--measure", args.measure, cluster)
         print(f"{describe_machines(cluster, wanted)}\ncluster: {args.measure}", flush=True)
         if args.global_batch:
             args.cluster_json, args.micro_batch_size, args.dtype = args.measure, None, "auto"
@@ -127,7 +127,7 @@ def plan(args) -> None:
                             f"{measured[flag]}: leave the flag out, or measure again with it")
     setting = Setting(args.schedule, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
     plans = find_plans(cluster, args.global_batch or 32, setting, args.micro_batch_size, args.memory_fraction)
-    replace(args.out, json.dumps(as_plan(cluster, plans), indent=1))  # before printing, which `| head` may end
+    write("--out", args.out, as_plan(cluster, plans))  # before printing, which `| head` may end
     print(f"{report(cluster, plans, args.top)}\nplan: {args.out}\n{command(cluster, args)}")
 
 
@@ -153,6 +153,14 @@ def check_writable(flag: str, path: str) -> None:
         if not os.path.isdir(path) and os.access(path if os.path.exists(path) else folder, os.W_OK):
             return
     raise UserError(f"{flag} {path!r} can't be written: choose another path")
+
+
+def write(flag: str, path: str, content: dict) -> None:
+    try:
+        replace(path, json.dumps(content, indent=1))
+    except OSError as error:
+        why = f"{flag} {path!r} can't be written ({error.strerror})"
+        raise UserError(f"{why}: make room, or choose another path") from None
 
 
 def main():

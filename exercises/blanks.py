@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
     def source(self) -> str:
         """The lines, as they are at the left margin of a file."""
-        lines = self.path.read_text(encoding="utf-8").splitlines(True)
+        lines = self.path.read_text(encoding="utf-8-sig").splitlines(True)
         return textwrap.dedent("".join(lines[self.first - 1 : self.last]))
 
 
@@ -45,7 +45,7 @@ def nodes_of(tree: ast.Module, name: str) -> list[ast.AST]:
 
 
 def find(path: pathlib.Path, name: str) -> Place:
-    node = nodes_of(ast.parse(path.read_text(encoding="utf-8")), name)[-1]
+    node = nodes_of(ast.parse(path.read_text(encoding="utf-8-sig")), name)[-1]
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     return Place(path, name, first, node.end_lineno)
 
@@ -115,7 +115,7 @@ def put_in(place: Place, path: pathlib.Path) -> types.CodeType:
     The file's imports and further functions come before it, as part of the module. Errors name the reader's lines.
     """
     answer = read_answer(path, place.name)
-    module = ast.parse(place.path.read_text(encoding="utf-8"))
+    module = ast.parse(place.path.read_text(encoding="utf-8-sig"))
     nodes, last = nodes_of(module, place.name), place.name.rpartition(".")[2]
     (mine,) = nodes_of(answer, last)
     others = [node for node in answer.body if node is not mine and not isinstance(node, ast.Expr)

@@ -144,7 +144,7 @@ def hint(one: Exercise) -> int:
 def solution(one: Exercise) -> int:
     """Ours, with the lines around it."""
     place = find(source_path(one), one.name_in_module)
-    lines = place.path.read_text(encoding="utf-8").splitlines()
+    lines = place.path.read_text(encoding="utf-8-sig").splitlines()
     print(f"{shown(place.path)}, lines {place.first} to {place.last}:\n")
     for number in range(max(1, place.first - 3), min(len(lines), place.last + 3) + 1):
         print(f"{'>' if place.first <= number <= place.last else ' '} {number:3}  {lines[number - 1]}".rstrip())

@@ -94,7 +94,7 @@ def look_into(path: str, take: Callable):
     if os.path.isfile(path):
         require_content(path)
     try:
-        with (open(path) if path.endswith(".json") else safe_open(path, framework="pt")) as file:
+        with (open(path, encoding="utf-8-sig") if path.endswith(".json") else safe_open(path, framework="pt")) as file:
             return take(file)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise UserError(f"{path} can't be read ({error}): copy it there anew, with the files beside it") from None

@@ -5,12 +5,13 @@ And what it is told to write is there, by a name relative to that directory, in 
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 
 import pytest
 from clusters import made_up_cluster
-from launch import ROOT, environment, fork, metrics
+from launch import ROOT, STEPS, environment, fork, metrics
 
 ROOMS = ("step*/*.py", "beyond/*/*.py", "cluster/**/*.py", "tools/**/*.py")
 ANYWHERE = """
@@ -21,6 +22,7 @@ sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 SMALL = "--num_hidden_layers 2 --seq_len 16"
+TRAIN = shlex.quote(str(STEPS["8"] / "train.py"))
 WRITERS = [  # a script, its flags, and where it leaves what: {} is the name
     ("cluster/plan.py", "cluster.json --out {}", "{}"),
     ("step3_dataloader/train.py", f"{SMALL} --max_tokens 512 --log_dir {{}}", "{}/default_run/metrics.jsonl"),
@@ -32,8 +34,7 @@ WRITERS = [  # a script, its flags, and where it leaves what: {} is the name
     ("tools/with_torch.py", "--steps 1 --seq_len 16 --out {}", "{}"),
     ("tools/maintain/make_figures.py", "grid --out {}", "{}/figure_grid.png"),
     ("exercises/try.py", "start ring_all_reduce --folder {}", "{}/ring_all_reduce.py"),
-    ("tools/dry_run.py", f"--world 2 --timeline {{}} {ROOT}/step8_pipeline_parallel_1f1b/train.py --dp_size 2 {SMALL}",
-     "{}"),
+    ("tools/dry_run.py", f"--world 2 --timeline {{}} {TRAIN} --dp_size 2 {SMALL}", "{}"),
     ("same_numbers/trainers.py", "replicas {}", "{}/rank0_start.pt"),
 ]
 
@@ -67,7 +68,7 @@ def here(tmp_path_factory):
 def test_names_relative_to_the_working_directory(run_code, here, tmp_path, script, flags, left, name):
     there = shutil.copytree(here, tmp_path / "there")
     name += ".png" * left.endswith("{}.png")
-    run_code(1, 1, ANYWHERE, ROOT / script, *flags.format(name).split(), there)
+    run_code(1, 1, ANYWHERE, ROOT / script, *shlex.split(flags.format(name)), there)
     assert (there / left.removesuffix(".png" * left.endswith("{}.png")).format(name)).exists()
 
 

@@ -152,6 +152,108 @@ def test_silent_strangers_block_nobody(listener):
     [each.close() for each in silent]
 
 
+def trickle(sock: socket.socket, seconds: float = 30) -> float:
+    """Sends a byte now and then, as of one long message, until the other end closes it. After how many seconds."""
+    start = time.monotonic()
+    with contextlib.suppress(OSError):
+        while time.monotonic() < start + seconds:
+            sock.sendall(b"x")
+            time.sleep(0.05)
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("knows_the_token", [False, True])
+def test_a_handshake_and_its_message_have_one_deadline(listener, monkeypatch, knows_the_token):
+    """Each byte comes soon after the one before, and the message never ends."""
+    monkeypatch.setattr(channel, "ALL", 0.4)
+    sock = socket.create_connection(listener.at)
+    if knows_the_token:
+        authenticated(sock, TOKEN, True, 2.0)
+    sock.settimeout(None)
+    sock.sendall(struct.pack("!i", 250))
+    assert 0.2 < trickle(sock) < 2
+
+
+def test_a_call_has_a_deadline(monkeypatch):
+    """Who listens in a process's place may be as slow as who calls."""
+    monkeypatch.setattr(channel, "ALL", 0.4)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        def be_slow():
+            sock, _ = server.accept()
+            sock.sendall(struct.pack("!i", 250))
+            trickle(sock)
+
+        threading.Thread(target=be_slow, daemon=True).start()
+        start = time.monotonic()
+        assert call(server.getsockname(), TOKEN, {"kind": "who"}) is None and time.monotonic() - start < 2
+
+
+def test_who_has_the_token_is_answered_while_strangers_hold_all_places(listener, monkeypatch):
+    """Also from their own address: the oldest of them gives way. Their number stays what it may be."""
+    monkeypatch.setattr(channel, "AT_ONCE", 8)
+    strangers = [socket.create_connection(listener.at) for _ in range(30)]
+    for _ in range(10):
+        assert call(listener.at, TOKEN, {"kind": "who"})
+        strangers.append(socket.create_connection(listener.at))
+    assert len(listener.strangers) <= 8
+    [each.close() for each in strangers]
+
+
+def test_strangers_take_no_place_of_another_address(listener, monkeypatch):
+    """A slow host finishes its handshake, whatever comes from elsewhere meanwhile."""
+    monkeypatch.setattr(channel, "AT_ONCE", 8)
+    slow = stranger(listener)
+    others = [socket.create_connection(listener.at, source_address=("127.0.0.2", 0)) for _ in range(50)]
+    assert call(listener.at, TOKEN, {"kind": "who"})  # all of them have been accepted
+    key = TOKEN + b" %s %d" % (listener.at[0].encode(), listener.port)
+    answer_challenge(slow, key)
+    deliver_challenge(slow, key)
+    [each.close() for each in others]
+
+
+def test_who_has_shown_the_token_makes_way_for_nobody(listener, monkeypatch):
+    monkeypatch.setattr(channel, "AT_ONCE", 4)
+    own = [authenticated(socket.create_connection(listener.at), TOKEN, True, 2.0) for _ in range(6)]
+    strangers = [socket.create_connection(listener.at) for _ in range(20)]
+    for each in own:
+        each.send_bytes(b'{"kind": "who"}')
+        assert each.recv_bytes() == b'{"heard": "who"}'
+    [each.close() for each in strangers]
+
+
+@pytest.mark.parametrize("length", [struct.pack("!i", (1 << 31) - 1), struct.pack("!iQ", -1, 1 << 62),
+                                    struct.pack("!i", -2), struct.pack("!i", 0), b"GET / HTTP/1.1\r\n\r\n"])
+def test_a_length_that_is_none(listener, length):
+    sock = socket.create_connection(listener.at)
+    sock.sendall(length)
+    assert closes(Connection(sock.detach())) and call(listener.at, TOKEN, {"kind": "who"})
+
+
+def test_a_program_that_answers_without_a_challenge():
+    """Whoever has the port of a process that is gone."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        def greet():
+            Connection(server.accept()[0].detach()).send_bytes(b"220 mail ESMTP")
+
+        threading.Thread(target=greet, daemon=True).start()
+        assert call(server.getsockname(), TOKEN, {"kind": "who"}) is None
+
+
+def test_where_descriptors_are_short_a_stranger_gives_one_back(listener):
+    sock = socket.create_connection(listener.at)
+    assert call(listener.at, TOKEN, {"kind": "who"}) and len(listener.strangers) == 1
+
+    class Server:
+        comes = iter([OSError(24, "Too many open files"), SystemExit()])
+
+        def accept(self):
+            raise next(self.comes)
+
+    with pytest.raises(SystemExit):
+        listener.accept(Server())
+    assert closes(Connection(sock.detach())) and not listener.strangers
+
+
 def test_a_listener_outlives_a_machine_without_threads(listener, monkeypatch):
     """Whoever comes then is not answered, and the next one is."""
     with monkeypatch.context() as patch:

@@ -55,6 +55,7 @@ def test_another_topology_goes_on_where_one_stopped(runs):
     folder, printed = runs
     name = ">".join(PAIR)
     assert f"going on after step {SAVED}: {checkpoint(folder, PAIR[0], SAVED)}\n" in printed[name]
+    assert printed[name].count(f"checkpoint: {checkpoint(folder, name, SAVED)} (") == 1, "where a branch begins"
     expected, found = metrics(folder / "runs", "one"), metrics(folder / "runs", name)
     assert [row["step"] for row in found] == list(range(1, STEPS + 1)), "those before the checkpoint as well"
     for key, off in {"loss": OF_LOSSES, "grad_norm": TOLERANCE, "learning_rate": 1e-15, "trained_tokens": 0}.items():

@@ -4,8 +4,10 @@ Conversations in other words than ours, as ShareGPT's and Alpaca's, become the s
 """
 
 import argparse
+import errno
 import json
 import math
+import os
 import sys
 
 import numpy as np
@@ -114,6 +116,14 @@ def test_the_targets_of_a_conversation_are_its_answers(tokenizers, name):
     assert np.where(row < 0, -1 - row, row).tolist() == words(whole, add_special_tokens=False)["input_ids"]
 
 
+def test_a_template_with_a_byte_order_mark(tokenizers, dataset):
+    """It would be the first token of each conversation."""
+    path, marked = dataset([{"messages": TALK}]), "\ufeff" + CHATML
+    found = [ids_of(encoded.load_samples(flags(path), tokenizers(each), 1026, packing="off")[0])
+             for each in (CHATML, marked)]
+    assert found[0] == found[1] and load(tokenizers(marked)).chat_template == marked
+
+
 FIRST, LAST = "Four.<|im_end|>", "Seven, it is.<|im_end|>"
 SAID = [{"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]), "value": m["content"]} for m in TALK]
 ADD = [{"role": "user", "content": "Add.\n\n2 + 2"}, {"role": "assistant", "content": "4"}]
@@ -164,6 +174,21 @@ def test_rows_of_our_own_kinds_stay_what_they_are(own):
 def test_bad_rows_in_other_words(tokenizers, row, expected):
     with pytest.raises(utils.UserError, match=expected):
         encoded_row(row, load(tokenizers(CHATML)))
+
+
+def test_a_full_disk_under_the_cache(tmp_path, monkeypatch):
+    """And a file of the data set that can't be read is not taken for one."""
+    monkeypatch.setattr(encoded, "CACHE", str(tmp_path / "cache"))
+
+    def parts(error):
+        yield np.zeros(3, np.int32)
+        raise error
+
+    with pytest.raises(utils.UserError, match=r"^can't write to .*cache \(No space left on device\): free space there"):
+        encoded.write(str(tmp_path / "tokens"), parts(OSError(errno.ENOSPC, "No space left on device")), 6)
+    with pytest.raises(PermissionError):
+        encoded.write(str(tmp_path / "tokens"), parts(PermissionError(errno.EACCES, "no", "/data/rows.jsonl")), 6)
+    assert os.listdir(tmp_path / "cache") == []
 
 
 def test_text_that_is_not_packed_is_a_sample_a_document(tmp_path, monkeypatch):

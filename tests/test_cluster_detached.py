@@ -1,5 +1,8 @@
 """Runs that outlive their launcher: --detach, --attach, --status and --stop, with stand-ins for ssh and torchrun."""
 
+import contextlib
+import functools
+import io
 import json
 import os
 import pathlib
@@ -7,6 +10,7 @@ import re
 import shutil
 import signal
 import stat
+import subprocess
 
 import pytest
 from launch import ROOT
@@ -144,6 +148,67 @@ def test_detach_twice(hosts):
     assert hosts.end("--stop")[0] == 0 and all_gone(hosts.pids(), 0)
 
 
+@pytest.fixture
+def numbered(monkeypatch, tmp_path):
+    """numbered(labels, away=...): types --detach with these hosts. Then {label: its number in the run}.
+
+    The far end of each host is answer() in a folder of its own, in which a part is alive as soon as it has a job.
+    """
+    import detached
+    from inventory import Host
+    from launch_cluster import make_job
+
+    def start(job: dict) -> None:
+        folder = pathlib.Path(job["folder"])
+        folder.mkdir(parents=True)
+        (folder / "output").touch()
+        (folder / "job.json").write_text(json.dumps(job))
+
+    def ask_all(hosts, what, jobs=None, **more) -> dict:
+        said = {}
+        for host in hosts:
+            (tmp_path / host.label).mkdir(exist_ok=True)
+            monkeypatch.chdir(tmp_path / host.label)
+            lines = io.StringIO()
+            with contextlib.redirect_stdout(lines):
+                detached.answer({"ask": what, "label": host.label, "run": "*", **more}
+                                | ({"job": jobs[host.label], "run": jobs[host.label]["id"]} if jobs else {}))
+            said[host.label] = json.loads(lines.getvalue().removeprefix(detached.MARK))
+        return {label: {"away": "unreachable"} if label in are_away else it for label, it in said.items()}
+
+    for name, stand_in in {"start": start, "is_alive": lambda folder: True, "ask_all": ask_all}.items():
+        monkeypatch.setattr(detached, name, stand_in)
+    are_away = set()
+
+    def detach(labels: str, away: str = "") -> dict[str, int]:
+        are_away.clear(), are_away.update(away)
+        hosts = [Host(label, address=f"10.0.0.{ord(label)}", rank=rank) for rank, label in enumerate(labels)]
+        run = {"id": f"run of {labels}", "token": labels, "hosts": [], "started": 1.0, "port": 29500, "environment": {},
+               "command": ["x.py"], "is_detached": True}
+        assert detached.detach(hosts, "hosts.txt", (1, 9), {}, run, functools.partial(make_job, run, (1, 9), "")) == 0
+        jobs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/logs/launches/*/*/job.json")}
+        assert len({job["id"] for job in jobs.values()}) == len({job["elastic"]["token"] for job in jobs.values()}) == 1
+        return {label: job["elastic"]["host"] for label, job in jobs.items()}
+
+    return detach
+
+
+def test_hosts_added_one_after_the_other_have_numbers_of_their_own(numbered):
+    """Each part knows the hosts of its start, and the first one of hosts.txt the fewest."""
+    numbered("ab")
+    assert numbered("acb") == {"a": 0, "b": 1, "c": 2}
+    assert numbered("adcb") == {"a": 0, "b": 1, "c": 2, "d": 3}
+    assert numbered("eadcb") == {"a": 0, "b": 1, "c": 2, "d": 3, "e": 4}
+
+
+@pytest.mark.parametrize("left", ["c is silent", "c is not in hosts.txt"])
+def test_a_host_gets_no_number_of_one_that_is_not_asked(numbered, left):
+    numbered("ab")
+    numbered("acb")
+    found = numbered("adcb", away="c") if left == "c is silent" else numbered("adb")
+    assert found == {"a": 0, "b": 1, "c": 2, "d": 3}
+
+
 def test_the_end_of_a_run_is_seen(hosts):
     """An exit code of a part is that of --attach, also for whoever comes late."""
     assert hosts.end("--detach", script=True)[0] == 0
@@ -155,6 +220,32 @@ def test_the_end_of_a_run_is_seen(hosts):
         assert code == 1 and "launch_cluster: b (node rank 1) failed first, with exit code 1" in text, text
         assert "launch_cluster: a: its part of the run has ended with code 0" in text, text
     assert "has ended with code 1" in hosts.end("--status")[1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, as root")
+def test_a_full_disk_under_the_output(hosts):
+    """The exit code is known all the same; and where there is no room for a part, none is started."""
+    hosts.write("a")
+    (logs := hosts.root / "logs").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", logs], check=True)
+    try:
+        assert hosts.end("--detach", script=True)[0] == 0
+        for file in logs / "filler", hosts.folders()["a"] / "output":  # the latter has room in its last block
+            with contextlib.suppress(OSError), open(file, "ab", buffering=0) as full:
+                while full.write(4096 * b"x"):
+                    pass
+        code, text = hosts.end("--attach")  # the script itself ends where it can't print
+        assert code == 1 and "failed first, with exit code 1" in text, text
+        assert "has ended with code 1" in hosts.end("--status")[1]
+        shutil.rmtree(logs / "launches")
+        with contextlib.suppress(OSError), open(logs / "filler", "ab", buffering=0) as full:
+            while full.write(4096 * b"x"):
+                pass
+        code, text = hosts.end("--detach", script=True)
+        assert code == 2 and re.search("error: a could not start its part.*: No space left on device: make room", text)
+        shutil.rmtree(logs / "launches")
+    finally:
+        subprocess.run(["umount", "-l", logs], check=True)
 
 
 def test_a_dead_part_hides_no_living_one(hosts):

@@ -1,5 +1,6 @@
 """What survivors hold: a step is made by all or by none, and state moves from any layout to any other in memory."""
 
+import contextlib
 import gc
 import pathlib
 import signal
@@ -10,7 +11,9 @@ import pytest
 from launch import fork, modules_of
 
 with modules_of(9):
-    from run import live_state, session
+    from hosts import exits
+    from run import generation, live_state, session
+    from utils import UserError
 
 
 def test_three_ranks_hold_one_training_together():
@@ -40,6 +43,22 @@ def test_what_a_generation_has_made_goes_with_it():
     held = live_state.LiveState(it)
     gc.collect()
     assert plugin() is None and held.checkpointer.describe.__self__ is it
+
+
+@pytest.mark.parametrize("held, step, expected", [
+    (True, 4, "goes on"),  # another process has no room, say
+    (True, 5, UserError),  # it came of the training
+    (False, 4, exits.OF_THIS_MACHINE)])  # it has just come, and nobody needs it
+def test_what_a_process_without_room_for_records_ends(monkeypatch, capsys, held, step, expected):
+    """Records are made when the session has begun, so what is held is in there."""
+    members = types.SimpleNamespace(contacts=types.SimpleNamespace(found_running=not held))
+    it = generation.Generation(members, None, held=object() if held else None)
+    it.begin(types.SimpleNamespace(step=step, start=types.SimpleNamespace(origin=types.SimpleNamespace(step=4))))
+    monkeypatch.setattr(it, "leave", lambda error: "goes on")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError) if expected is UserError else contextlib.nullcontext():
+        assert it.outlives(UserError("rank 1: can't write runs: No space left on device")) == expected
+    assert expected is UserError or "No space left on device" in capsys.readouterr().out
 
 
 def test_an_error_does_not_wait_for_a_checkpoint_that_others_hold_up(run_code):

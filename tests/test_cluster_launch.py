@@ -71,6 +71,12 @@ def test_what_a_line_says_arrives(tmp_path, monkeypatch, tools):
     assert first.explain(255, "... Permission denied (publickey).")[1].startswith("ssh-copy-id -p 2222 pi@pi0, or")
 
 
+def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path):
+    path = write_hosts(tmp_path, "a address=10.0.0.1", "b address=10.0.0.2")
+    path.write_bytes("\ufeff".encode() + path.read_bytes().replace(b"\n", b"\r\n"))  # as an editor of Windows writes it
+    assert [(host.label, host.address) for host in inventory.read_hosts(str(path))] == [("a", "10.0.0.1"), ("b", "10.0.0.2")]
+
+
 def test_no_word_is_read_by_a_shell(tools, tmp_path):
     """A folder, an argument and a variable that are commands to any shell arrive as they are."""
     hostile = "a 'b\" $(touch ran) `touch ran` ; touch ran & | > ran \\ * ~"
@@ -105,6 +111,16 @@ def test_nothing_outlives_a_run(tools, tmp_path):
     code, text = fails.end()
     assert code == 1 and "b (node rank 1) failed first, with exit code 1" in text, text
     assert "its last lines:\n" in text and text.endswith("\n    the cause\n"), text
+
+
+def test_the_launchers_log_on_a_full_disk(tools, tmp_path):
+    """What it prints is lost then, and the run is not."""
+    (tmp_path / "end.py").write_text(f"print('line ' * 5000); open({str(tmp_path / 'ended')!r}, 'w')")
+    hosts = write_hosts(tmp_path, f"a iface=lo python={tools / 'python'}")
+    with open("/dev/full", "w") as log:
+        done = subprocess.run([ROOT / "cluster" / "launch_cluster.sh", hosts, "--", tmp_path / "end.py"], stdout=log,
+                              stderr=log, env=environment(PATH=f"{tools}:{os.environ['PATH']}", PYTHON=sys.executable))
+    assert done.returncode == 0 and (tmp_path / "ended").exists()
 
 
 def test_check_compares_the_hosts(tools, tmp_path):

@@ -3,12 +3,14 @@
 Most of them are in a network and a time that are made up, so that each is over in no time.
 """
 
+import dataclasses
 import json
 import os
 import random
 import socket
 import threading
 import time
+import types
 
 import pytest
 from launch import modules_of
@@ -243,6 +245,22 @@ def test_three_processes_meet_over_sockets(monkeypatch, tmp_path):
     second, other = all_meet(everyone[1:])  # the first host is gone
     assert other == second and second.generation == 2 and [each.host for each in second.members] == [1, 2]
     assert time.monotonic() - start < 1.5 and second.store[0] == "127.0.0.2"
+
+
+def test_a_meeting_is_left_while_another_process_is_answered(monkeypatch, tmp_path):
+    """The main thread leaves it, and so what it has led to, while a thread of the listener reads that."""
+    it, kept = member(monkeypatch, tmp_path, 0, 1), types.SimpleNamespace(keep=lambda: None)
+    agreed = roster.Roster(1, (it.me,), ("127.0.0.1", 1), "secret")
+
+    class Left(rendezvous.Meeting):
+        next = property(lambda self: reads.pop(), lambda self, value: None)
+
+    it.meeting = Left(it)
+    it.meeting.basis = {it.me.key: []}
+    reads = [None, agreed]
+    assert it.answer({"kind": "link", "secret": "secret"}, kept) == {"ok": True}
+    reads = [None, agreed]
+    assert it.answer({"kind": "meet", "me": dataclasses.asdict(it.me), "knows": []}, kept)["roster"]["secret"] == "secret"
 
 
 def test_a_port_that_stays_taken_is_one_error_that_names_the_holder(monkeypatch, tmp_path):

@@ -11,6 +11,7 @@ from launch import ROOT, fork, losses, modules_of, start_fork
 
 with modules_of(9):
     from planning import plan_file
+    from ranks.files import read_json
     from ranks.placement import host_names
 
 SCRIPT = ROOT / "cluster" / "train_distributed.py"
@@ -77,6 +78,13 @@ def test_plans_that_make_no_sense(tmp_path, pipelines, changes, expected):
     plan = json.loads(write_plan(tmp_path / "plan.json", *pipelines, **changes).read_text())
     with pytest.raises(ValueError, match=re.escape(expected)):
         plan_file.checked_plan(plan)
+
+
+def test_a_plan_with_a_byte_order_mark(tmp_path):
+    """Some editors put one first when a plan, or cluster.json, is changed by hand."""
+    path = write_plan(tmp_path / "plan.json", ([0], [4], 6))
+    path.write_bytes("\ufeff".encode() + path.read_bytes())
+    assert read_json(str(path), plan_file.checked_plan)["pipelines"][0]["layers"] == [4]
 
 
 def test_an_odd_value_anywhere_in_a_plan(tmp_path):

@@ -181,6 +181,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert f"plan: {out}" in printed and f"train_distributed.py --plan {out} --model_name toy" in printed
     assert "2 on host2" in printed
+    (tmp_path / "full.json.unfinished").symlink_to("/dev/full")
     measured_with = "--num_hidden_layers 8 --num_attention_heads 8 --device cpu"
     assert f"--seq_len 16 --dtype float32 {measured_with}" in printed
     for flags, message in (
@@ -189,6 +190,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         ([path, "--seq_len", 99], "--seq_len 99, but .* was measured with 16"),
         ([tmp_path / "none.json"], "none.json can't be read .*No such file.*: write it with plan.py --measure"),
         ([path, "--out", path / "plan.json"], "--out '.*' can't be written: choose another path"),
+        ([path, "--out", tmp_path / "full.json"], "--out '.*full.json' can't be written .No space left.*: make room, or"),
         ([path, "--memory_fraction", 2], "more than 0 and at most 1"),
         ([out], "plan.json can't be read .KeyError: 'flags'."),
         ([__file__], "can't be read .JSONDecodeError"),
@@ -197,6 +199,18 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         monkeypatch.delenv("RANK", raising=False)
         with pytest.raises(ValueError, match=message):
             run_plan(monkeypatch, *flags)
+
+
+def test_a_full_disk_under_what_is_printed(tmp_path):
+    """The plan is there, and one line says what is missing."""
+    path, out = tmp_path / "cluster.json", tmp_path / "plan.json"
+    path.write_text(json.dumps(made_up_cluster([2, 1])))
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, plan.__file__, path, "--global_batch", "4", "--out", out], stdout=full,
+                              stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: can't write all that is printed (No space left on device): "
+                                              "make room, or write elsewhere\n")
+    assert json.loads(out.read_text())["global_batch"] == 4
 
 
 def test_a_reader_that_stops_early(tmp_path):

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -18,11 +19,14 @@ from launch import MODELS, modules_of
 
 with modules_of(9):
     from ranks import course  # noqa: F401  before step 9's modules
+    from hosts.exits import outlive_a_full_disk
     from ranks.disks import Disks
-    from ranks.files import outlive_a_full_disk
+    from ranks.files import Rows
+    from run import times
     from run.live_state import Commit
-    from run.record import EVALUATIONS, Record
+    from run.record import EVALUATIONS, METRICS, Record
     from run.times import ABSENT
+    from utils import UserError
 
 
 class Terminal(io.StringIO):
@@ -54,10 +58,12 @@ def scalars(folder, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in curves(folder).Scalars(name)]
 
 
-def a_record(folder, start: int = 0, num_steps: int = 4, last: Commit | None = None, branches: bool = False) -> Record:
+def a_record(folder, start: int = 0, num_steps: int = 4, last: Commit | None = None, branches: bool = False,
+             is_logging_rank: bool = True, **flags) -> Record:
     """Of one rank, whose disk is its own."""
-    args = argparse.Namespace(log_dir=str(folder), run_name="run", use_wandb=False, run_id="0123")
-    grid = types.SimpleNamespace(is_logging_rank=True, world_size=1, topology={})
+    args = argparse.Namespace(log_dir=str(folder), run_name="run", run_id="0123", wandb_project="", wandb_group="",
+                              **{"use_wandb": False, **flags})
+    grid = types.SimpleNamespace(is_logging_rank=is_logging_rank, world_size=1, topology={})
     before = {"log_dir": str(folder), "run_name": "run"} if start else {}
     return Record(args, grid, Disks(str(folder), needs_room=last is None), num_steps, 100, start, before, branches, last)
 
@@ -187,6 +193,82 @@ def test_a_full_disk_under_the_logs_costs_nothing(world_of_one, tmp_path, capsys
         assert printed.count("no more curves for TensorBoard ([Errno 28]") >= 1
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_rows_are_closed_by_one_owner_and_may_be_closed_again(capsys):
+    rows = Rows("metrics.jsonl", open("/dev/full", "w"))
+    rows.write("1\n")
+    rows.write("2\n")
+    rows.close()
+    rows.close()
+    assert rows.left == b"1\n2\n" and rows.is_closed and capsys.readouterr().out.splitlines() == [
+        "metrics.jsonl: No space left on device: the run goes on, and what it can't write there is written once there "
+        "is room", "metrics.jsonl: the disk is full still, so the last rows are lost, 4 bytes: make room, or choose "
+        "another --log_dir"]
+    with pytest.raises(AssertionError, match="metrics.jsonl is closed"):
+        rows.write("3\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, as root")
+def test_a_disk_that_stays_full_to_the_end(world_of_one, tmp_path, capsys):
+    """The records close, as often as they are asked to: what comes next, as a last checkpoint, is worth more."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12k", "tmpfs", tmp_path], check=True)
+    try:
+        record = a_record(tmp_path, num_steps=60)
+        log(record, *range(1, 61))
+        record.evaluated(60, 2.0)
+        record.close()
+        record.leave()  # at the end of a generation, after that of the run
+        names = [METRICS, EVALUATIONS]
+        printed = capsys.readouterr().out
+        assert [printed.count(f"run/{name}: the disk is full still, so the last rows are lost") for name in names] == [1, 1]
+        assert printed.count("no more curves for TensorBoard ([Errno 28]") == 1 and f"room in {tmp_path}/run" in printed
+        first = json.loads((tmp_path / "run" / METRICS).read_text().splitlines()[0])
+        assert first["step"] == 1
+        subprocess.run(["mount", "-o", "remount,size=24k", tmp_path], check=True)
+        with pytest.raises(UserError, match=r"^can't write .*run: No space left.*: make room, or choose another --che"):
+            a_record(tmp_path, notes=50_000 * "x").close()  # in config.json
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_a_row_that_a_full_disk_took_a_part_of(world_of_one, tmp_path):
+    """Its folder is this run's also where no row of it is whole: nothing there gets another name."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / METRICS).write_text('{"step": 1, "lo')
+    a_record(tmp_path, 1, last=Commit(1, 5.0, 0.5, 0.1)).close()
+    assert [json.loads(row)["step"] for row in (tmp_path / "run" / METRICS).open()] == [1]
+    assert os.listdir(tmp_path) == ["run"] and not list((tmp_path / "run").glob("*before*"))
+
+
+def test_a_timeline_on_a_full_disk(world_of_one, tmp_path, monkeypatch, capsys):
+    """One line with the file and the remedy; no part of a file is left, and no picture of it is offered."""
+    path, args = tmp_path / "timeline_batch3_all.json", argparse.Namespace(log_dir=tmp_path, run_name="", profile_batch=3)
+    monkeypatch.setattr(times.pgm, "process_group_manager", types.SimpleNamespace(is_logging_rank=True))
+    monkeypatch.setattr(times.timeline, "write", lambda name, grid: pathlib.Path(name).write_text("[]"))
+    for is_full in True, False:
+        if is_full:
+            path.symlink_to("/dev/full")
+        times.write_timeline(args, times.compare_clocks(), writes=True)
+        printed = capsys.readouterr().out
+        assert path.exists() != is_full and ("picture: " in printed) != is_full
+        refused = rf"^{path} can't be written \(.*No space left.*\): make room, or choose another --log_dir"
+        assert bool(re.search(refused, printed, re.M)) == is_full, printed
+
+
+@pytest.mark.parametrize("logs", [False, True])
+def test_one_process_at_a_time_writes_the_run_of_wandb(world_of_one, tmp_path, monkeypatch, logs):
+    """Where another one logs from now on, the process that did ends it first: others begin after collect()."""
+    calls, collect = [], Record.collect
+    run = types.SimpleNamespace(step=0, log=lambda *_, **__: None, finish=lambda: calls.append("finish of the run"))
+    wandb = types.SimpleNamespace(finish=lambda: calls.append("finish"), login=lambda **_: False,
+                                  init=lambda **_: calls.append("init") or run, Settings=dict)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_RUN_ID", "restored")
+    monkeypatch.setenv("WANDB_RESUME", "restored")
+    monkeypatch.setattr(Record, "collect", lambda *args: calls.append("collect") or collect(*args))
+    a_record(tmp_path, is_logging_rank=logs, use_wandb=True).leave()
+    assert calls == (["collect", "init"] if logs else ["finish", "collect"])
 
 
 def test_output_outlives_a_full_disk_and_not_a_closed_pipe():

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from processes import eventually
 with modules_of(9):
     import generate
     from hosts.host_facts import ASKS
-    from inference import make_stage
+    from inference import make_stage, talk
 
 SCRIPT, CPU = ROOT / "cluster" / "generate.py", ["--device", "cpu"]
 PROMPTS = ["The state of the union is", "We", "It was the best of times, it was the worst of times;", "And", "Why not"]
@@ -206,12 +207,14 @@ def chatty(folder):
 
 
 def test_a_chat_remembers_its_turns_as_far_as_there_is_room(monkeypatch, tmp_path, capsys):
-    """Each question comes with all that was said before, but for the first turns; one that is too long is left out."""
+    """Each question comes with all that was said before, but for the first turns; one that is too long is left out.
+
+    A byte-order mark, with which the template and the input begin, is no part of them."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "tiny_llama")
-    tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8-sig")
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(vocab_size=1024, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                                  num_attention_heads=2, max_position_embeddings=100,
@@ -231,12 +234,21 @@ def test_a_chat_remembers_its_turns_as_far_as_there_is_room(monkeypatch, tmp_pat
     monkeypatch.setattr(sys, "argv", ["generate.py", "--checkpoint", str(tmp_path), "--chat", "--device", "cpu",
                                       "--max_new_tokens", "8"])
     lines = [f"Question {i}" + " word" * 99 * (i == 2) for i in range(10)]
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n\n".join(lines).encode())))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n\n".join(lines).encode("utf-8-sig"))))
     generate.main()
     assert len(asked) == 9 and asked[0] == "<user>Question 0\n<assistant>" and "not answered" in "".join(seen)
     assert any(seen[1::2]), "words are printed while the model writes"
     assert asked[1:3] == [f"{asked[i]}{said[i]}\n<user>Question {1 + 2 * i}\n<assistant>" for i in range(2)]
     assert "Question 0\n" not in asked[-1] and asked[-1].endswith(f"{said[-2]}\n<user>Question 9\n<assistant>")
+
+
+def test_a_prompt_out_of_a_file_with_a_byte_order_mark():
+    """As $(cat FILE) gives it."""
+    args = types.SimpleNamespace(chat=False, prompt=["\ufeffWe", "\ufeff"], max_new_tokens=1)
+    with pytest.raises(generate.UserError, match="the prompt '' has no token"):
+        next(talk.talks(args, None, lambda text, **_: {"input_ids": [*map(ord, text)]}))
+    args.prompt.pop()
+    assert next(talk.talks(args, None, lambda text, **_: {"input_ids": [*map(ord, text)]}))[1] == [[*map(ord, "We")]]
 
 
 def start_chat(path, command: list, **options) -> subprocess.Popen:

@@ -47,12 +47,11 @@ EACH_PAGE = pytest.mark.parametrize("page", [  # of two processes, each takes th
 def repository(tmp_path_factory) -> pathlib.Path:
     """The repository's files, as they are now, committed."""
     target = tmp_path_factory.mktemp("repository")
-    listed = subprocess.check_output(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True)
-    for name in filter(lambda name: (ROOT / name).is_file(), listed.splitlines()):
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, target / name)
-    subprocess.run("git init -q && git add -A && git -c user.name=a -c user.email=a@b commit -qm all", shell=True,
-                   cwd=target, check=True)
+    git = ["git", "--git-dir", target / ".git", "--work-tree"]  # the checkout may be no repository itself
+    subprocess.run(["git", "init", "-q", target], check=True)
+    subprocess.run([*git, ROOT, "add", "-A"], check=True)
+    subprocess.run([*git, target, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "all"], check=True)
+    subprocess.run([*git, target, "reset", "-q", "--hard"], check=True)
     return target
 
 

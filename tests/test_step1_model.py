@@ -134,6 +134,13 @@ def test_configuration_is_what_hugging_face_reads(tmp_path, style, rope):
         name: theirs.to_dict()[name] for name in CONFIG_FIELDS}
 
 
+def test_a_configuration_with_a_byte_order_mark(tmp_path):
+    write_config(tmp_path, "complete", LLAMA3)
+    expected, path = load_config(str(tmp_path), num_attention_heads=None), tmp_path / "config.json"
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+    assert load_config(str(tmp_path), num_attention_heads=None) == expected
+
+
 @pytest.mark.parametrize("dtype, on_gpu, kv_heads", [
     (torch.float32, True, 4), (torch.bfloat16, True, 2), (torch.float32, False, 2)])
 def test_float32_heads_are_repeated_on_a_gpu(dtype, on_gpu, kv_heads):

@@ -159,8 +159,9 @@ def as_csv(rows) -> str:
 
 
 @pytest.mark.parametrize("name, write", [
-    ("a.jsonl", lambda lines: "\ufeff" + lines), ("a.jsonl.gz", lambda lines: gzip.compress(lines.encode())),
-    ("a.json", lambda lines: "[" + lines.strip().replace("\n", ",\n") + "]"), ("a.csv", lambda _: as_csv(ROWS))])
+    ("a.jsonl", lambda lines: "\ufeff" + lines), ("a.jsonl.gz", lambda lines: gzip.compress(f"\ufeff{lines}".encode())),
+    ("a.json", lambda lines: "\ufeff\n[" + lines.strip().replace("\n", ",\n") + "]"),
+    ("a.csv", lambda _: "\ufeff" + as_csv(ROWS))])
 def test_files_as_people_have_them(tmp_path, name, write):
     """Compressed, with a byte-order mark, a list, quoted; in a folder with a card and what the Hub puts beside them."""
     lines = "".join(json.dumps({"text": text, "date": "2024-01-05T10:00:00"}) + "\n" for text in ROWS)

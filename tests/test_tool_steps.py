@@ -22,3 +22,10 @@ def test_diff_shows_changed_files_or_those_that_are_named(run):
 def test_unknown_step_or_file(run, args, message):
     code, out = run(*args)
     assert code == 2 and message in out, out
+
+
+def test_without_git(run, monkeypatch):
+    """The project may have come as a ZIP, to a machine that has none."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert run("diff", 1, 2) == (2, "steps.py: git, which compares the steps, is not installed: install it, or use "
+                                    "diff -ruN\n")

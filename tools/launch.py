@@ -157,7 +157,7 @@ def start_fork(*args, **kwargs) -> concurrent.futures.Future:
 
 
 def metrics(log_dir, run_name: str = "default_run") -> list[dict]:
-    with open(pathlib.Path(log_dir, run_name, "metrics.jsonl")) as file:
+    with open(pathlib.Path(log_dir, run_name, "metrics.jsonl"), encoding="utf-8-sig") as file:
         return [json.loads(line) for line in file]
 
 

@@ -11,9 +11,12 @@ Change = namedtuple("Change", "what counts")  # "new" "+190", "changed" "+12 -3"
 
 def git_diff(old, new, *options, cwd=None):
     """Diff two files wherever they lie; spelled out, for the user's git settings must not alter the counts."""
-    done = subprocess.run(["git", "-c", "core.autocrlf=false", "diff", "--no-index", "--no-ext-diff", "--no-prefix",
-                           "--text", "--diff-algorithm=myers", "-U3", *options, "--", old, new], cwd=cwd,
-                          capture_output=True)
+    try:
+        done = subprocess.run(["git", "-c", "core.autocrlf=false", "diff", "--no-index", "--no-ext-diff", "--no-prefix",
+                               "--text", "--diff-algorithm=myers", "-U3", *options, "--", old, new], cwd=cwd,
+                              capture_output=True)
+    except FileNotFoundError:  # nothing else here needs it: the files may be out of a ZIP
+        raise ValueError("git, which compares the steps, is not installed: install it, or use diff -ruN") from None
     if not 0 <= done.returncode <= 1:
         raise ValueError(f"git diff: {done.stderr.decode(errors='replace').strip()}")
     return done.stdout.decode()

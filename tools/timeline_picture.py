@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 
 def read_trace(path: str | pathlib.Path) -> list[Span]:
-    events = json.loads(pathlib.Path(path).read_text())["traceEvents"]
+    events = json.loads(pathlib.Path(path).read_text(encoding="utf-8-sig"))["traceEvents"]
     places = {event["pid"]: tuple(map(int, re.findall(r"\d+", event["args"]["name"])[1:]))
               for event in events if event["ph"] == "M"}
     spans = [event for event in events if event["ph"] == "X"]

@@ -167,7 +167,7 @@ def load_config(model_name: str, **overrides: int | None):
 def read_config(model_name: str) -> dict:
     """The fields of config.json. Where the file leaves out fields that the model needs, transformers fills them in."""
     try:
-        with open(os.path.join(model_name, "config.json"), encoding="utf-8") as file:
+        with open(os.path.join(model_name, "config.json"), encoding="utf-8-sig") as file:
             fields = json.load(file)
         # Files of older versions have no rope_parameters, but these two fields, and some have no head_dim.
         rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}

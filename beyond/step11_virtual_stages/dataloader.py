@@ -210,11 +210,11 @@ def read_rows(file: str) -> Iterator[dict]:
     from datasets import load_dataset
 
     is_json = (kind := kind_of(file)).startswith("json")  # of which datasets reads the lines only: it would guess types
-    options = dict(encoding="utf-8-sig") if is_json else dict(keep_default_na=False) if kind == "csv" else {}
+    options = dict(keep_default_na=False) if kind == "csv" else {}
     rows = load_dataset("text" if is_json else kind or file, data_files=[file] if kind else None, split="train",
                         streaming=True, **options)
     if is_json:
-        lines = (row["text"] for row in rows if row["text"].strip())
+        lines = filter(str.strip, (row["text"].removeprefix("\ufeff") for row in rows))  # as in read_documents
         is_list = (first := next(lines, "")).lstrip().startswith("[")
         rows = json.loads("\n".join([first, *lines])) if is_list else map(json.loads, itertools.chain([first], lines))
     yield from rows

@@ -29,7 +29,7 @@ from data.rows import encode_rows, find_source, first_kind, texts
 from dataloader import TokenSamples, encode, files_at, load_tokenizer
 from ranks.collectives import gather
 from ranks.disks import Disks
-from ranks.files import CHUNK
+from ranks.files import CHUNK, unmarked
 from ranks.placement import home_rank, once_per_machine
 from ranks.progress import progress
 from stage_weights import require_content
@@ -182,7 +182,7 @@ def encode_data(dataset_name: str, tokenizer: str, seq_len: int, num_samples: in
     if packing == "text":
         raise UserError(f"--dataset_name {dataset_name!r} holds rows of the kind {kind}, and this training reads a "
                         "column 'text' of strings only: train_distributed.py without --local_steps reads the others")
-    encoded = encode_rows(source, kind, load_tokenizer(tokenizer), width)
+    encoded = encode_rows(source, kind, unmarked(load_tokenizer(tokenizer)), width)
     header = [0] * (BEFORE + width)  # rows truncated, samples left out, the largest id
     table = table_of(packed(encoded, width) if packing == "on" else encoded, width, num_samples, header)
     write(rows, table, num_samples * (BEFORE + width), header)
@@ -230,16 +230,17 @@ def write(path: str, parts: Iterator[np.ndarray], count: int, header: list[int] 
     """
     try:
         os.makedirs(CACHE, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(dir=CACHE)
+        with tempfile.TemporaryDirectory(dir=CACHE) as name:
+            bar = progress("encoding", total=count if count < ALL else None, unit=" tokens")
+            with bar, open(unfinished := os.path.join(name, "unfinished"), "wb") as file:
+                file.seek(4 * len(header or ()))
+                for part in parts:
+                    file.write(part.astype(np.int32).tobytes())
+                    bar.update(len(part))
+                file.seek(0)
+                file.write(np.array(header or (), np.int32).tobytes())
+            os.replace(unfinished, path)
     except OSError as error:
+        if error.filename and not str(error.filename).startswith(CACHE):  # a file of the data set, which can't be read
+            raise
         raise UserError(f"can't write to {CACHE} ({error.strerror}): free space there, or make it writable") from None
-    with folder as name:
-        bar = progress("encoding", total=count if count < ALL else None, unit=" tokens")
-        with bar, open(unfinished := os.path.join(name, "unfinished"), "wb") as file:
-            file.seek(4 * len(header or ()))
-            for part in parts:
-                file.write(part.astype(np.int32).tobytes())
-                bar.update(len(part))
-            file.seek(0)
-            file.write(np.array(header or (), np.int32).tobytes())
-        os.replace(unfinished, path)

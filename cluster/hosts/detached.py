@@ -1,7 +1,7 @@
 """--detach, --attach, --status and --stop: runs that outlive the launcher, as a daemon on each host.
 
     logs/launches/RUN/HOST/    job.json, with the token of the run: nobody else may read it
-                               output, pid, and at the end the exit code, in `code`
+                               output, pid; the hosts, if some have come later; at the end the exit code, in `code`
 
 The daemon is host_run.py in a session of its own, with job.json as its standard input. That file stays open and locked
 for as long as it runs: the number in `pid` could be another program's after the machine was switched off.
@@ -29,7 +29,7 @@ import exits
 from check_hosts import Contact
 from elastic import RETRY, Elastic
 from host_facts import MARK, print_rows
-from host_run import BEGUN, ROOT, watch, without_secrets
+from host_run import BEGUN, BLANK, ROOT, fill_in, watch, without_secrets
 from inventory import NOT_STARTED, OF_SSH, Host, UserError
 from remote_run import NEVER, Launch, Run, far_end, say
 
@@ -81,20 +81,19 @@ def start(job: dict) -> None:
     with open(private, "r+") as file, open(folder / "output", "ab") as output:
         if not is_locked(file, fcntl.LOCK_EX, tries=50):  # a daemon has it; a mere look at it takes a moment
             return
-        (folder / "code").unlink(missing_ok=True)
+        for name in "pid", "code":  # take their room now, when a full disk is an error of the start
+            (folder / name).write_text(BLANK)
         file.truncate()
         file.write(json.dumps(job) + "\n")
-        file.flush()
-        file.seek(0)
+        file.seek(0)  # which flushes
         before = output.tell()
         daemon = subprocess.Popen([sys.executable, os.path.join("cluster", "hosts", "host_run.py")], stdin=file,
                                   stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        (folder / "pid").write_text(str(daemon.pid))
-    has_begun = False
-    while is_alive(folder) and not has_begun:
+        fill_in(folder / "pid", daemon.pid)
+    lines = []
+    while is_alive(folder) and not any(map(BEGUN.match, lines)):
         time.sleep(0.05)
         lines = (folder / "output").read_bytes()[before:].decode(errors="replace").splitlines()
-        has_begun = any(map(BEGUN.match, lines))
 
 
 class Follower:
@@ -117,12 +116,18 @@ def answer(question: dict) -> int:
     the newest. To "look", "start" and "stop" the answer is a line of JSON, {} where there is no part. It has the job
     with its token, for a launcher that starts the part of another host."""
     if "job" in question:
-        start(question["job"])
-    files = pathlib.Path("logs", "launches").glob(f"{question['run']}/{glob.escape(question['label'])}/job.json")
+        try:
+            start(question["job"])
+        except OSError as error:
+            sys.exit(f"{question['job']['folder']}: {error.strerror}: make room there, or set its rights")
     jobs = {}
-    for file in files:
-        with contextlib.suppress(OSError, ValueError):  # of another user of this folder, or just being written
+    for file in pathlib.Path("logs", "launches").glob(f"{question['run']}/{glob.escape(question['label'])}/job.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # of another user, just being written, or not elastic
             jobs[file.parent] = json.loads(file.read_text())
+            if question["ask"] == "know":
+                file.with_name("hosts.new").write_text(json.dumps(question["known"]))
+                file.with_name("hosts.new").replace(file.with_name("hosts"))
+            jobs[file.parent]["elastic"]["hosts"] = json.loads(file.with_name("hosts").read_text())
     alive = {folder: is_alive(folder) for folder in jobs}
     for folder in (folder for folder in jobs if not alive[folder]):
         forget_secrets(folder)
@@ -143,11 +148,11 @@ def answer(question: dict) -> int:
 
 # At the near end, where the user types.
 
-def ask_all(hosts: list[Host], what: str, jobs: dict[str, dict] | None = None) -> dict[str, dict]:
+def ask_all(hosts: list[Host], what: str, jobs: dict[str, dict] | None = None, **more) -> dict[str, dict]:
     """The states of the hosts' parts, by label, as answer() gives them; {"away": why} where a host is silent. `jobs`:
-    what is started, by label."""
+    what is started, by label; `more` is part of the question."""
     def ask(host: Host) -> dict:
-        question = {"ask": what, "label": host.label, "run": "*"}
+        question = {"ask": what, "label": host.label, "run": "*", **more}
         if jobs:
             question |= {"run": jobs[host.label]["id"], "job": jobs[host.label]}
         contact = Contact(host, far_end(host, "detached.py"))
@@ -157,10 +162,6 @@ def ask_all(hosts: list[Host], what: str, jobs: dict[str, dict] | None = None) -
 
     with ThreadPoolExecutor(len(hosts) or 1) as pool:
         return dict(zip([host.label for host in hosts], pool.map(ask, hosts)))
-
-
-def ending(code: int) -> str:
-    return {exits.KILLED: "was killed", exits.STOPPED: "was stopped"}.get(code, f"has ended with code {code}")
 
 
 def newest(parts: dict[str, dict]) -> dict | None:
@@ -179,7 +180,7 @@ def status(hosts: list[Host], path: str) -> int:
             script, *words = part["job"]["command"]
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(part["job"]["started"]))
             row[2:] = [part["job"]["id"][:8], shlex.join([os.path.basename(script), *words])[:40],
-                       f"runs since {since}" if part["is_alive"] else ending(part["code"]), *part["last"][-1:]]
+                       f"runs since {since}" if part["is_alive"] else exits.ending(part["code"]), *part["last"][-1:]]
         table.append(row)
     print_rows(table)
     return exits.DONE
@@ -207,7 +208,7 @@ class Follow(Launch):
         if not is_away:
             self.ends[label] = run
             self.away.pop(label, None)
-            say(f"{label}: its part of the run {ending(run.code)}")
+            say(f"{label}: its part of the run {exits.ending(run.code)}")
         elif label not in self.ends:
             why = ": ".join(run.host.explain(run.code, "\n".join(run.last)) or (NOTHING,))
             if why != self.away.get(label):
@@ -246,20 +247,23 @@ def detach(hosts: list[Host], path: str, elastic: tuple[int, int] | None, env: d
             raise UserError(f"the run {first['id'][:8]} ({shlex.join(first['command'])}) is alive on "
                             f"{', '.join(alive)}: end it first, by launch_cluster.sh {path} --stop. Only an elastic "
                             "run takes hosts in, by the very command that has started it")
-        run |= {"id": first["id"], "token": its["token"], "hosts": its["hosts"], "started": first["started"],
-                "environment": first["environment"]}
+        run |= {"token": its["token"], **{name: first[name] for name in ("id", "started", "environment")}}
+    parts = {label: part for label, part in found.items() if "job" in part and part["job"]["id"] == run["id"]}
+    # Each knows the hosts of its start, and of later ones if it was told.
+    run["hosts"] = max((part["job"]["elastic"]["hosts"] for part in parts.values()), key=len, default=[])
     away = [f"{label}: {part['away']}" for label, part in found.items() if "away" in part]
     if len(hosts) - len(away) < (elastic[0] if elastic else len(hosts)):
         raise UserError(f"nothing is started, since hosts are missing: {'; '.join(away)}")
-    has_part = [label for label, part in found.items() if "job" in part and part["job"]["id"] == run["id"]
-                and (part["is_alive"] or part["code"] == exits.DONE)]
+    has_part = [label for label, part in parts.items() if part["is_alive"] or part["code"] == exits.DONE]
     missing = [host for host in hosts if host.label not in has_part and "away" not in found[host.label]]
     missing = missing[:max(0, elastic[1] - len(has_part))] if elastic else missing
     for label, part in ask_all(missing, "start", {host.label: job(hosts, host) for host in missing}).items():
         if "away" in part or not part["is_alive"] and part["code"]:
             stop(missing, path)
-            raise UserError(f"{label} could not start its part, so all were stopped: "
-                            + (part.get("away") or "\n    ".join(part["last"])))
+            why = part.get("away") or "\n    ".join(part["last"])
+            raise UserError(f"{label} could not start its part, so all were stopped: {why}")
+    if parts and missing:  # else a host that comes while these are away could get the number of one of them
+        ask_all([host for host in hosts if "away" not in found[host.label]], "know", run=run["id"], known=run["hosts"])
     for why in away:
         say(f"no part yet has {why}. The same command starts it later")
     say(f"the run {run['id'][:8]} goes on by itself on {', '.join(has_part + [host.label for host in missing])}, with "
@@ -272,8 +276,7 @@ def attach(hosts: list[Host], path: str) -> int:
     """Raises UserError where there is nothing to look at."""
     if not (run := newest(ask_all(hosts, "look"))):
         raise UserError(f"no host of {path} that answers has a detached run: start one by --detach")
-    follow = Follow(hosts, run)
-    code = follow.run()
+    code = (follow := Follow(hosts, run)).run()
     if not follow.is_over:
         say("left. The run goes on: --attach comes back to it, --stop ends it")
     return code

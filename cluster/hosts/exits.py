@@ -1,4 +1,5 @@
-"""Exit codes of cluster/, and how a process ends with one. Standard library only: parts of this run on hosts.
+"""Exit codes of cluster/, and how a process ends with one, whatever becomes of its output. Standard library only:
+parts of this run on hosts.
 
     DONE              all that was asked for is made; an agent ends with it when all of its processes have
     FAILED            a fault. The agent of an elastic run starts that process anew; another launcher ends the run
@@ -12,13 +13,17 @@
 """
 
 import atexit
+import contextlib
+import errno
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 DONE, FAILED, USER_ERROR, OF_THIS_MACHINE = 0, 1, 2, 3
 UNHEARD, NO_PART = 75, 76
+OF_A_FULL_DISK = errno.ENOSPC, errno.EDQUOT
 
 
 def after(number: int) -> int:
@@ -38,5 +43,27 @@ def leave(code: int) -> NoReturn:
     """Ends this process as one_clear_error ends one that has succeeded: in Python's own way to end, threads of gloo
     that still release tensors would abort it."""
     atexit._run_exitfuncs()
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     os._exit(code)
+
+
+def outlive_a_full_disk(*streams) -> None:
+    """From now on these, as sys.stdout, leave out what a disk does not take, instead of raising OSError."""
+
+    def without_errors(method: Callable) -> Callable:
+        def call(*args):
+            try:
+                return method(*args)
+            except OSError as error:  # a pipe that nobody reads any more is another matter
+                if error.errno not in OF_A_FULL_DISK:
+                    raise
+        return call
+
+    for stream in streams:
+        stream.write, stream.flush = without_errors(stream.write), without_errors(stream.flush)
+
+
+def ending(code: int) -> str:
+    """What is said of a part that has ended with it."""
+    return {KILLED: "was killed", STOPPED: "was stopped"}.get(code, f"has ended with code {code}")

@@ -37,6 +37,7 @@ PATIENCE = 12  # seconds between asking a process to end and ending it, besides 
 SAYS = 5  # seconds between two lines about what is waited for: the launcher takes a silent host as out of reach
 TORCHRUN_PATIENCE = "900"  # seconds that torchrun itself waits, longer than this module
 BEGUN = re.compile(r"^[0-9]+ process(es)? with OMP_NUM_THREADS=|^the last lines of this part:")  # precede the script's
+BLANK = 12 * " "  # longer than the numbers of processes, and their exit codes
 MARK = "LAUNCH_CLUSTER_PART"  # the variable that tells which host's part of which run a process belongs to
 
 
@@ -188,7 +189,14 @@ def without_secrets(line: str) -> bytes:
     return json.dumps({**json.loads(line), "environment": {}}).ljust(len(line) - 1).encode()
 
 
+def fill_in(path, number: int) -> None:
+    """Over the BLANK in that file, so that a disk that has become full takes it."""
+    with open(path, "r+") as file:
+        file.write(str(number))
+
+
 def main() -> int:
+    exits.outlive_a_full_disk(sys.stdout, sys.stderr)
     if sys.platform != "linux":
         print(f"error: this host runs {sys.platform}, but only on Linux can all processes be ended with the run: type "
               "its torchrun line by hand (Windows: use WSL)", file=sys.stderr)
@@ -198,8 +206,7 @@ def main() -> int:
     job = json.loads(line)
     code = run(job)
     if job["is_detached"]:
-        with open(os.path.join(job["folder"], "code"), "w") as file:
-            file.write(str(code))
+        fill_in(os.path.join(job["folder"], "code"), code)
         os.pwrite(0, without_secrets(line), 0)
     return code
 

@@ -1,6 +1,6 @@
 """`launch_cluster.sh --install`: bare hosts, with no more than sshd and a Python, become hosts that can train.
 
-All at once get the files that git tracks here, a virtual environment, and the packages in the tested versions. The
+All at once get the project's files, a virtual environment, and the packages in the tested versions. The
 launcher sends this very text to each host (`python3 -c`), which has Python's standard library only. Down its standard
 input come a line of JSON, the job, and a tar archive. Back come lines behind MARK, and as last words why it failed.
 """
@@ -11,11 +11,13 @@ import glob
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 
 MARK = "install:"  # precedes what is said, because a login shell may print lines of its own
@@ -26,6 +28,14 @@ CLEAR = "\r\033[K" if IS_TERMINAL else ""  # the line that says how long it take
 FIND_PYTHON = """for name in "$2" python3 python3.14 python3.13 python3.12 python3.11 python3.10; do "$name" -c \
 "import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))" 2>/dev/null && exec "$name" -I -c "$1"; done; \
 python3 --version >&2; exit 127"""
+# The project where git can't say what that is, as in a folder out of a ZIP: the names in its root, the kinds of files
+# in its folders, and what is none of it there. So nothing is copied that lies beside it, large or private.
+FOLDERS = re.compile(r"\.(ci|github|tours)|assets|beyond|cluster|docs|exercises|same_numbers|step\d+_\w+|tests|tools")
+FILES = re.compile(r"(README|CONTRIBUTING)\.md|LICENSE|setup\.py|pytest\.ini|constraints\.txt|Dockerfile\.torchx|"
+                   r"\.(git|docker|torchx)ignore|\.torchxconfig")
+KINDS = re.compile(r"run|[^.].*\.(css|html|ini|m?js|json|md|png|py|sbatch|sh|toml|tour|txt|typed|ya?ml)")
+OTHERS = re.compile(r"\..*|__pycache__|.*\.egg-info|node_modules|site-packages|runs|logs|wandb|mine|build")
+LARGEST = 1 << 20  # bytes of a file
 
 
 def run(*words: str) -> tuple[int, list[str]]:
@@ -97,15 +107,39 @@ def on_host() -> None:
         sys.exit(str(error))
 
 
-def archive_of(root: str) -> bytes:
-    """A tar archive of the files that git tracks in `root`, as they are now. Raises UserError where it tracks none."""
+def files_of(root: str) -> list[str]:
+    """The names of the project's files in `root`: what git tracks there, or by FOLDERS and FILES where `root` has no
+    repository of its own, or git does not answer. Raises UserError where that is not the project."""
     from inventory import UserError  # not at the far end
 
-    if not os.path.exists(os.path.join(root, ".git")):
-        raise UserError(f"--install copies what git tracks, but {root} is no git repository: type where you cloned it")
-    names = subprocess.check_output(["git", "ls-files", "-z"], cwd=root, text=True).split("\0")
+    found = []
+    if os.path.exists(os.path.join(root, ".git")):  # else git would speak of a repository around it
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=root, stderr=subprocess.DEVNULL)
+            found = os.fsdecode(listed).split("\0")
+    if "setup.py" not in found:
+        found = list(walk(root))
+    if "setup.py" not in found:
+        raise UserError(f"--install copies the project, but {root} is no copy of it, without a setup.py: type it where "
+                        "you cloned or unpacked it")
+    return sorted(name for name in found if os.path.isfile(os.path.join(root, name)))
+
+
+def walk(root: str) -> Iterator[str]:
+    for folder, folders, names in os.walk(root):
+        is_root = folder == root
+        folders[:] = [name for name in folders if (FOLDERS.fullmatch(name) if is_root else not OTHERS.fullmatch(name))
+                      and not os.path.exists(os.path.join(folder, name, "pyvenv.cfg"))]  # a virtual environment
+        for name in filter((FILES if is_root else KINDS).fullmatch, names):
+            path = os.path.join(folder, name)
+            if os.path.isfile(path) and os.path.getsize(path) <= LARGEST:
+                yield os.path.relpath(path, root)
+
+
+def archive_of(root: str) -> bytes:
+    """A tar archive of the project's files in `root`, as they are now."""
     with tarfile.open(fileobj=(buffer := io.BytesIO()), mode="w", dereference=True) as archive:
-        for name in filter(lambda name: os.path.isfile(os.path.join(root, name)), names):
+        for name in files_of(root):
             archive.add(os.path.join(root, name), name)
     return buffer.getvalue()
 

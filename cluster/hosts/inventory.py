@@ -136,7 +136,7 @@ def read_host(line: str) -> Host | None:
 def read_hosts(path: str) -> list[Host]:
     """All hosts, with rank and address. Raises UserError, which names the line where one makes no sense."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # without the mark that some editors put first
             lines = file.readlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} can't be read ({error}): name a text file with one host a line") from None

@@ -128,6 +128,7 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
 
 
 def main() -> int:
+    exits.outlive_a_full_disk(sys.stdout, sys.stderr)
     try:
         return launch(*parse_args())
     except UserError as error:

@@ -15,7 +15,7 @@ from checkpoints.files import ADAPTER, ADAPTER_CONFIG, STATE, read_latest
 from checkpoints.resume import Found, find_checkpoint
 from ranks.collectives import gather
 from ranks.disks import Disks
-from ranks.files import read_json
+from ranks.files import read_json, unmarked
 from stage_weights import look_into
 from utils import UserError
 
@@ -43,7 +43,7 @@ def read_tokenizer(path: str):
     with reading(path):
         tokenizer = AutoTokenizer.from_pretrained(path)
         tokenizer("")  # fields of a wrong type raise only here
-        return tokenizer
+        return unmarked(tokenizer)
 
 
 def find(path: str, flag: str, *marks: str) -> str:

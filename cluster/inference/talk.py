@@ -101,14 +101,16 @@ def talks(args, config, tokenizer) -> Iterator[tuple[list[Talk], list[list[int]]
     if args.chat and not tokenizer.chat_template:
         raise UserError("the tokenizer has no chat template: leave out --chat")
     if args.prompt is not None:
-        asked = [[{"role": "user", "content": prompt}] for prompt in args.prompt]
+        prompts = [prompt.removeprefix("\ufeff") for prompt in args.prompt]  # of "$(cat FILE)", as below
+        asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
         yield asked, [fit(args, config, tokenizer, talk) for talk in asked]
     elif args.chat:
         require_input()
         print(ASKS, flush=True)
         talk = []
         for line in filter(bytes.strip, sys.stdin.buffer):
-            longer = [*talk, {"role": "user", "content": line.decode(errors="replace").strip()}]
+            text = line.decode("utf-8-sig", errors="replace").strip()  # of a file, maybe, that begins with a mark
+            longer = [*talk, {"role": "user", "content": text}]
             try:
                 ids = fit(args, config, tokenizer, longer)
             except UserError as error:

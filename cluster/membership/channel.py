@@ -6,22 +6,28 @@ nothing that comes in is ever unpickled. The answers depend on the address and t
 at another one can't pass on to a listener what it is asked itself. And who stands between two processes can't change a
 message, repeat it, or send it elsewhere: each carries an HMAC by a key of this connection and direction, over its
 number.
+
+A stranger can hold a connection open and say nothing, or a byte a second. So all that is said has one deadline, and
+where many connections have not shown the token yet, a new one takes the place of an old one. Who has shown it needs no
+place.
 """
 
+import collections
 import contextlib
 import hmac
 import json
+import math
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import answer_challenge, deliver_challenge
 
-from ranks.sockets import set_limit
-
-LIMIT, AT_ONCE = 1 << 20, 256  # bytes of a message; connections that a listener serves at the same time
+LIMIT, AT_ONCE = 1 << 20, 256  # bytes of a message; connections of a listener that have not shown the token yet
+ALL = 5.0  # seconds from the connection to the answer: five reads of a slow host's, each a second late
 DIGEST, SIZE = "sha256", 32  # of an HMAC, and its bytes
 NO_ANSWER = OSError, EOFError, ValueError, AuthenticationError
 
@@ -31,15 +37,54 @@ def mark(key: bytes, number: int, data: bytes) -> bytes:
     return hmac.digest(key, number.to_bytes(8, "big") + data, DIGEST)
 
 
+class Wire:
+    """Messages over a socket, each behind its length: of one `each` seconds at most pass without a byte, and all are
+    said before `deadline`. It is what answer_challenge() and deliver_challenge() take for a Connection, which has no
+    deadline."""
+
+    def __init__(self, sock: socket.socket, each: float):
+        self.sock, self.each, self.deadline = sock, each, time.monotonic() + ALL
+        self.fileno, self.close = sock.fileno, sock.close
+
+    @property
+    def closed(self) -> bool:
+        return self.fileno() < 0
+
+    def wait_for(self, do: Callable, what):
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"the other end took longer than {ALL:g} s")
+        self.sock.settimeout(min(self.each, left))
+        return do(what)
+
+    def send_bytes(self, data: bytes) -> None:
+        self.wait_for(self.sock.sendall, struct.pack("!i", len(data)) + data)
+
+    def recv_bytes(self, most: int = LIMIT) -> bytes:
+        size, = struct.unpack("!i", self.read(4))
+        if not 0 <= size <= most:
+            raise OSError(f"a message of {size} bytes, where {most} are the most")
+        return self.read(size)
+
+    def read(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            part = self.wait_for(self.sock.recv, size - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+
 class Channel:
     """A connection whose messages are known to be the other end's, each once and in order. `key`: what both ends know.
 
     The keys of its two directions depend on a number that each end draws, so no other connection has them.
     """
 
-    def __init__(self, connection: Connection, key: bytes, is_client: bool):
+    def __init__(self, connection: Wire, key: bytes, is_client: bool):
         self.connection, self.fileno, self.close = connection, connection.fileno, connection.close
-        self.is_kept, own = False, secrets.token_bytes(SIZE)  # `is_kept`: a Listener leaves it open
+        self.is_kept, own = False, secrets.token_bytes(SIZE)
         connection.send_bytes(own)
         other = connection.recv_bytes(SIZE)
         drawn = own + other if is_client else other + own
@@ -47,16 +92,13 @@ class Channel:
         self.own, self.others = keys if is_client else reversed(keys)
         self.sent = self.received = 0
 
-    def __enter__(self) -> "Channel":
-        return self
-
-    def __exit__(self, *_) -> None:
-        if not self.is_kept:
-            self.close()
-
     @property
     def closed(self) -> bool:
         return self.connection.closed
+
+    def keep(self) -> None:
+        """It stays open after the answer, for as long as both ends want."""
+        self.is_kept, self.connection.deadline = True, math.inf
 
     def send_bytes(self, data: bytes) -> None:
         self.connection.send_bytes(mark(self.own, self.sent, data) + data)
@@ -74,32 +116,30 @@ class Channel:
 
 
 def authenticated(sock: socket.socket, token: bytes, is_client: bool, seconds: float) -> Channel:
-    """A connection to a process that knows the token. Each read and write takes `seconds` at most.
+    """A connection to a process that knows the token. Each read and write takes `seconds` at most, all of them ALL.
 
-    Raises one of NO_ANSWER.
+    Raises one of NO_ANSWER; the socket is the caller's to close.
     """
     address, port = (sock.getpeername if is_client else sock.getsockname)()[:2]
-    sock.settimeout(None)  # Connection does not know Python's own time-outs
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else each message waits 40 ms for the one before
-    set_limit(sock, seconds)
-    connection, key = Connection(sock.detach()), token + f" {address} {port}".encode()
+    connection, key = Wire(sock, seconds), token + f" {address} {port}".encode()
     try:
         for ask in (answer_challenge, deliver_challenge) if is_client else (deliver_challenge, answer_challenge):
             ask(connection, key)
-        return Channel(connection, key, is_client)
-    except NO_ANSWER:
-        connection.close()
-        raise
+    except AssertionError as error:  # of Python 3.10 and 3.11, where the other end sends no challenge
+        raise AuthenticationError(str(error)) from None
+    return Channel(connection, key, is_client)
 
 
 def connect(address: tuple[str, int], token: bytes, message) -> tuple[Channel, dict]:
     """The connection to a listener, and its answer to the message. Raises one of NO_ANSWER."""
-    channel = authenticated(socket.create_connection(address, timeout=1.0), token, True, 1.0)
+    sock = socket.create_connection(address, timeout=1.0)
     try:
+        channel = authenticated(sock, token, True, 1.0)
         channel.send_bytes(json.dumps(message).encode())
         return channel, json.loads(channel.recv_bytes())
     except NO_ANSWER:
-        channel.close()
+        sock.close()
         raise
 
 
@@ -114,12 +154,13 @@ def call(address: tuple[str, int], token: bytes, message) -> dict | None:
 class Listener:
     """Listens on a port of its own, `port`, and sends back what `answer(message, channel)` returns to each message.
 
-    Then it closes the connection, unless answer() has set channel.is_kept.
+    Then it closes the connection, unless answer() has called channel.keep(). `strangers`: the sockets of those who have
+    not shown the token yet, the oldest first, and their addresses.
     """
 
     def __init__(self, token: bytes, answer: Callable, address: str):
         self.address = address if address.startswith("127.") else ""  # else a name may stand for 127.0.1.1 here
-        self.token, self.answer, self.places = token, answer, threading.BoundedSemaphore(AT_ONCE)
+        self.token, self.answer, self.strangers, self.lock = token, answer, {}, threading.Lock()
         self.port = self.listen(0)
 
     def listen(self, port: int) -> int:
@@ -129,19 +170,45 @@ class Listener:
         return server.getsockname()[1]
 
     def accept(self, server: socket.socket) -> None:
-        """For good: where threads or file descriptors are short, and while AT_ONCE are served, the next ones wait."""
+        """For good. Where threads or descriptors are short, a stranger gives them back, else the next ones wait."""
         while True:
-            self.places.acquire()
+            sock = None
             try:
-                sock, _ = server.accept()
+                sock, (address, *_) = server.accept()
+                with self.lock:
+                    self.strangers[sock] = address
+                if len(self.strangers) > AT_ONCE:
+                    self.send_away()
                 threading.Thread(target=self.serve, args=[sock], daemon=True).start()
             except (OSError, RuntimeError):
-                self.places.release()
-                time.sleep(0.1)
+                if sock:
+                    self.forget(sock)
+                    sock.close()
+                if not self.send_away():
+                    time.sleep(0.1)
+
+    def send_away(self) -> bool:
+        """The oldest stranger of the address that has most of them. Whether there was one."""
+        with self.lock:
+            counts = collections.Counter(self.strangers.values()).most_common(1)
+            for sock in [sock for sock, address in self.strangers.items() if address == counts[0][0]][:1]:
+                del self.strangers[sock]
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)  # its thread, which waits for a message, closes it
+        return bool(counts)
+
+    def forget(self, sock: socket.socket) -> None:
+        with self.lock:
+            self.strangers.pop(sock, None)
 
     def serve(self, sock: socket.socket) -> None:
+        channel = None
         try:
-            with contextlib.suppress(*NO_ANSWER), authenticated(sock, self.token, False, 2.0) as channel:
+            with contextlib.suppress(*NO_ANSWER):
+                channel = authenticated(sock, self.token, False, 2.0)
+                self.forget(sock)
                 channel.send_bytes(json.dumps(self.answer(json.loads(channel.recv_bytes()), channel)).encode())
         finally:
-            self.places.release()
+            self.forget(sock)
+            if not (channel and channel.is_kept):
+                sock.close()

@@ -61,6 +61,7 @@ class FailureDetector:
                 self.members.could_not_reach(member)
                 raise MembershipChanged(f"{member.address} is lost ({error!r})") from None
             if answer["ok"]:
+                link.keep()
                 return link
             link.close()
             if time.monotonic() > deadline:

@@ -78,18 +78,19 @@ class Members:
     def answer(self, message: dict, channel: Channel) -> dict:
         """What the listener says to another process of the run."""
         if message["kind"] == "link":
-            is_mine = self.next is not None and message["secret"] == self.next.secret
-            if is_mine:
-                channel.is_kept = True
+            roster = self.next  # read once: the main thread may leave the meeting meanwhile
+            if is_mine := roster is not None and message["secret"] == roster.secret:
+                channel.keep()
                 self.links.append(channel)
             return {"ok": is_mine}
+        meeting = self.meeting
         if message["kind"] == "meet":
             member = Member(**message["me"])
             self.callers.hear(member, message["knows"])
             self.contacts.silent.pop(member.address, None)
-            if self.next and self.meeting.basis.get(member.key) == message["knows"]:
-                return {"state": "agreed", "roster": dataclasses.asdict(self.next)}
-        return {"state": self.meeting.state}
+            if (roster := meeting.next) and meeting.basis.get(member.key) == message["knows"]:
+                return {"state": "agreed", "roster": dataclasses.asdict(roster)}
+        return {"state": meeting.state}
 
     def there(self) -> list:
         """Those who have called a moment ago, and this process: one a place, the last to come. By their ranks."""

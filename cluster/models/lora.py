@@ -164,7 +164,7 @@ class Lora:
         """The content of adapter_config.json, by that name."""
         with tempfile.TemporaryDirectory() as folder:
             self.config.save_pretrained(folder)
-            with open(os.path.join(folder, "adapter_config.json"), encoding="utf-8") as file:
+            with open(os.path.join(folder, "adapter_config.json"), encoding="utf-8-sig") as file:
                 return {"adapter_config.json": json.dumps(json.load(file), indent=2).encode()}
 
 

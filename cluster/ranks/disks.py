@@ -72,17 +72,15 @@ class Disks:
     def together(self, message: str = "{}"):
         """As pgm.together: where it fails on one rank, this raises UserError on every rank. Collective.
 
-        `message`: what it says, with the rank's error in it. Of a rank that is lost the others hear by themselves.
+        `message`: what it says of an OSError, with that in it. Of a rank that is lost the others hear by themselves.
         """
         with pgm.together(self.group):
             try:
                 yield
             except OSError as problem:
                 raise UserError(message.format(f"{problem.filename or self.folder}: {problem.strerror}")) from None
-            except UserError as problem:
-                raise UserError(message.format(problem)) from None
             except Exception as problem:
-                if isinstance(problem, torch.OutOfMemoryError) or is_lost_peer(problem):
+                if isinstance(problem, (UserError, torch.OutOfMemoryError)) or is_lost_peer(problem):
                     raise
                 raise UserError(message.format(traceback.format_exc())) from None  # a fault of ours: the others wait
 

@@ -25,7 +25,8 @@ def one_error_of_all(out_of_memory: str):
     try:
         with one_clear_error(out_of_memory):
             try:
-                yield
+                with full_disks_as_user_errors():
+                    yield
             except UserError as error:
                 try:
                     store = store_of_all()
@@ -42,6 +43,19 @@ def one_error_of_all(out_of_memory: str):
     except Exception:
         sys.excepthook(*sys.exc_info())
         exits.leave(exits.FAILED)
+
+
+@contextlib.contextmanager
+def full_disks_as_user_errors():
+    """Of what is printed, too. Whoever writes a file may have said more."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in exits.OF_A_FULL_DISK:
+            raise
+        raise UserError(f"can't write {error.filename or 'all that is printed'} ({error.strerror}): make room, or "
+                        "write elsewhere") from None
 
 
 def store_of_all() -> dist.Store | None:

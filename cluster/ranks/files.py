@@ -1,8 +1,7 @@
 """Files that are written whole or not at all, with a checksum, JSON files that are checked when they are read, and what
-is worth less than the run that writes it: rows that wait for room on a full disk, and output."""
+is worth less than the run that writes it: rows that wait for room on a full disk."""
 
 import contextlib
-import errno
 import json
 import os
 import zlib
@@ -57,13 +56,14 @@ class File:
 class Rows:
     """A file of lines that outlives a full disk: it is said once, and each later write() tries again.
 
-    `file`: where it is open already; else the first write() opens it.
+    `file`: where it is open already; else the first write() opens it. A second close() does nothing.
     """
 
     def __init__(self, name: str, file=None):
-        self.name, self.file, self.left, self.is_full = name, file, b"", False
+        self.name, self.file, self.left, self.is_full, self.is_closed = name, file, b"", False, False
 
     def write(self, text: str) -> None:
+        assert not self.is_closed, f"{self.name} is closed"
         self.left += text.encode()
         try:
             self.file = self.file or open(self.name, "ab", buffering=0)
@@ -77,27 +77,15 @@ class Rows:
             self.is_full = True
 
     def close(self) -> None:
-        if self.left:
+        if self.left and not self.is_closed:
             self.write("")
-        if self.left:
-            print(f"{self.name}: the disk is full still: the last rows are lost, {len(self.left)} bytes", flush=True)
+            if self.left:
+                print(f"{self.name}: the disk is full still, so the last rows are lost, {len(self.left)} bytes: make "
+                      "room, or choose another --log_dir", flush=True)
+        self.is_closed = True
         if self.file:
-            self.file.close()
-
-
-def outlive_a_full_disk(stream) -> None:
-    """From now on this stream, as sys.stdout, leaves out what a disk does not take, instead of raising OSError."""
-
-    def without_errors(method: Callable) -> Callable:
-        def call(*args):
-            try:
-                return method(*args)
-            except OSError as error:  # a pipe that nobody reads any more is another matter
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-        return call
-
-    stream.write, stream.flush = without_errors(stream.write), without_errors(stream.flush)
+            with contextlib.suppress(OSError):  # of a disk in the network, which may say so now only
+                self.file.close()
 
 
 def write(path: str, content: bytes) -> dict:
@@ -136,10 +124,17 @@ def sync_folder(path: str) -> None:
         os.close(descriptor)
 
 
+def unmarked(tokenizer):
+    """A tokenizer without the mark that some editors put into chat_template.jinja: all texts would begin with it."""
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
+    return tokenizer
+
+
 def read_json(path: str, check: Callable, remedy: str = ""):
     """What check() makes of the content of a JSON file. Raises UserError where it is not as check() needs it."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # without the mark that some editors put first
             return check(json.load(file))
     except UserError:
         raise

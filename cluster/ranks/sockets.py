@@ -3,17 +3,9 @@
 import contextlib
 import os
 import socket
-import struct
 from collections.abc import Iterator
 
 from ranks.lost import PATIENCE
-
-
-def set_limit(sock: socket.socket, seconds: float | None) -> None:
-    """Each read and write of a blocking socket ends with an error after so many seconds."""
-    limit = struct.pack("ll", int(seconds or 0), int((seconds or 0) % 1 * 1e6))
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        sock.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 def connections() -> Iterator[tuple[int, socket.socket]]:
@@ -34,7 +26,6 @@ def connections() -> Iterator[tuple[int, socket.socket]]:
 def set_probes(fd: int) -> None:
     """The system asks each second whether the other end is there, and closes the connection after PATIENCE."""
     with socket.socket(fileno=os.dup(fd)) as each:
-        set_limit(each, None)
         each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": PATIENCE - 1}.items():
             each.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -31,7 +31,6 @@ from checkpoints.save import WRITER
 from hosts import exits
 from membership.failure_detector import FailureDetector
 from membership.rendezvous import Members
-from ranks.files import outlive_a_full_disk
 from ranks.lost import LOST, NEWCOMER, VARIABLE, MembershipChanged, is_elastic, is_lost_peer, is_of_this_machine
 from ranks.placement import forget_ranks
 from ranks.stopping import Signals, let_signals_kill
@@ -47,16 +46,21 @@ FAILURES = 5  # generations that may end before they begin, one after the other
 class Generation:
     """`held`: what this process has in memory of the generation before, a LiveState, until this one's Session begins;
     None of a new process. `failures`: of the generations before, so many in a row have ended before they began.
-    `at_end`: what is closed when this one ends.
+    `at_end`: what is closed when this one ends. `has_state`: this process held the run's state when it began.
     """
 
     def __init__(self, members: Members | None, signals: Signals, held=None, failures: int = 0):
         self.members, self.signals, self.held, self.failures = members, signals, held, failures
+        self.has_state = held is not None
         self.failure_detector, self.session, self.at_end = None, None, contextlib.ExitStack()
 
     @property
     def number(self) -> int:
         return self.members.history.roster.generation if self.members else 0
+
+    @property
+    def has_made_steps(self) -> bool:
+        return self.session is not None and self.session.step > self.session.start.origin.step
 
     def join(self, backend: str, flags: dict) -> None:
         """Meets the other processes. Raises UserError, MembershipChanged."""
@@ -80,7 +84,7 @@ class Generation:
 
     def forget(self) -> None:
         """What this process holds is not the run's state any more."""
-        self.held = None
+        self.held, self.has_state = None, False
 
     def begin(self, session) -> None:
         """The Session holds the state of training from now on."""
@@ -104,17 +108,16 @@ class Generation:
                   f"{reason}: it starts anew. Can each host reach each other one at all ports?", flush=True)
             return exits.FAILED
         gc.collect()  # groups and stages of this generation refer to each other
-        has_made_steps = self.session and self.session.step > self.session.start.origin.step
-        return Generation(self.members, self.signals, self.held, 0 if has_made_steps else self.failures + 1)
+        return Generation(self.members, self.signals, self.held, 0 if self.has_made_steps else self.failures + 1)
 
     def outlives(self, error: UserError) -> "Generation | int":
         """The next generation where another process has brought the error, as one with a full disk that has just come;
         on that one, which nobody needs, an exit code. Raises the error itself where that would not help.
         """
-        if self.members and self.members.contacts.found_running and self.held is None:
+        if self.members and self.members.contacts.found_running and not self.has_state:
             print(f"error: {error}", flush=True)
             return exits.OF_THIS_MACHINE
-        if self.held is None or self.session or self.failures >= FAILURES:
+        if not self.has_state or self.has_made_steps or self.failures >= FAILURES:
             raise error
         if os.environ["RANK"] == "0":
             print(f"this generation can't begin ({error}): the run goes on with those that can", flush=True)
@@ -140,7 +143,7 @@ def train_in_generations(args: argparse.Namespace, train: Callable) -> int:
     """What train(args, generation) returns, which is called again and again in an elastic run, each time with the same
     `args`."""
     folder = os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
-    outlive_a_full_disk(sys.stdout)
+    exits.outlive_a_full_disk(sys.stdout, sys.stderr)
     members, signals = Members.from_environment(os.path.join(folder, ".members"), args.tp_size), Signals()
     if members and members.history.is_done:
         print("the run has ended already", flush=True)

@@ -1,5 +1,6 @@
 """The loop over optimizer steps that all machines make together."""
 
+import atexit
 import math
 from collections.abc import Callable, Iterator
 
@@ -39,6 +40,7 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
     record = Record(args, grid, session.start.disks, num_steps, plugin.global_batch_size * args.seq_len,
                     first, origin.flags, origin.is_another_run, session.commit)
     session.generation.at_end.callback(record.leave)
+    atexit.register(record.leave)  # where an error ends the run, its rows are still written, or said to be lost
     if first >= num_steps:
         has_made_all(session, num_steps)
     times, stops, is_last = StepTimes(plugin.device), 0, False

@@ -20,6 +20,7 @@ import json
 import math
 import os
 import socket
+import sys
 import time
 from typing import NamedTuple
 
@@ -63,16 +64,19 @@ class Record:
         disks = Disks(folder, CANT_WRITE, needs_room=last is None, group=disks.group)  # not those of checkpoints
         is_logging = disks.gather(grid.is_logging_rank)
         self.writes = grid.is_logging_rank or disks.leads and not any(is_logging[rank] for rank in disks.mine.ranks)
-        has_rows, rows, evaluations = self.collect(args, before or vars(args), start, disks)
-        if last and (not rows or json.loads(rows[-1])["step"] < start):
-            rows = [*rows, json.dumps({**last._asdict(), "trained_tokens": start * tokens_per_step}) + "\n"]
-        self.evaluated_before = {json.loads(row)["step"] for row in evaluations}
         if args.use_wandb:  # one run of W&B for all parts of this one
             os.environ.setdefault("WANDB_RUN_ID", args.run_id)
             os.environ.setdefault("WANDB_RESUME", "allow")
+            if not grid.is_logging_rank and "wandb" in sys.modules:  # as it was: the next one begins after collect()
+                with contextlib.suppress(Exception):  # of many classes
+                    sys.modules["wandb"].finish()
+        is_of_it, rows, evaluations = self.collect(args, before or vars(args), start, disks)
+        if last and (not rows or json.loads(rows[-1])["step"] < start):
+            rows = [*rows, json.dumps({**last._asdict(), "trained_tokens": start * tokens_per_step}) + "\n"]
+        self.evaluated_before = {json.loads(row)["step"] for row in evaluations}
         self.file = self.board = None
-        with disks.together():
-            if has_rows and not branches:
+        with disks.together(CANT_WRITE):
+            if is_of_it and rows and not branches:
                 self.make_room()
             self.logger = RunLogger(args, grid, num_steps, tokens_per_step)  # which takes the folder for this run
             self.logger.memory = torch.tensor(peak_memory_gb())  # of this rank, until a step takes that of all
@@ -82,16 +86,16 @@ class Record:
         self.hosts = " | ".join(f"rank {rank}: {host}" for rank, (host, _) in enumerate(machines()))
 
     def collect(self, args, before: dict, start: int, disks: Disks) -> tuple[bool, list[str], list[str]]:
-        """Whether this run's folder has rows of the run that it goes on from, which may have had another name; and that
+        """Whether this rank's folder is that of the run that it goes on from, which may have had another name; and that
         run's rows up to step `start`, metrics and evaluations, of the disk with most of them. Only reads. Collective.
         """
-        source, rows, evaluations = os.path.join(before["log_dir"], before["run_name"]), [], []
+        source, is_of_it, rows, evaluations = os.path.join(before["log_dir"], before["run_name"]), False, [], []
         with disks.together():
             if start and self.writes and not is_of_another_run(source, {args.run_id, before.get("run_id")}):
                 rows = read_metrics(source, start, *names_before(source), METRICS)
                 evaluations = read_metrics(source, start, EVALUATIONS)
-        has_rows = bool(rows) and os.path.realpath(source) == os.path.realpath(self.folder)
-        return has_rows, *(max(disks.gather(each), key=len) if start else [] for each in (rows, evaluations))
+                is_of_it = os.path.realpath(source) == os.path.realpath(self.folder)
+        return is_of_it, *(max(disks.gather(each), key=len) for each in (rows, evaluations))
 
     def make_room(self) -> None:
         """Gives this run's old metrics.jsonl another name, once nobody else writes there; that needs no room on a full
@@ -127,8 +131,9 @@ class Record:
 
     def forget_before(self) -> None:
         """Once all rows are in metrics.jsonl."""
-        for name in [] if self.file.left else names_before(self.folder):
-            os.remove(os.path.join(self.folder, name))
+        with contextlib.suppress(OSError):
+            for name in [] if self.file.left else names_before(self.folder):
+                os.remove(os.path.join(self.folder, name))
 
     def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float) -> None:
         with self.bar.end(step):
@@ -182,7 +187,7 @@ class Record:
     def leave(self) -> None:
         """Closes the files for another Record of this process, which goes on with the same W&B run."""
         self.bar.close(stays=False)
-        if self.file:
+        if self.file and not self.file.is_closed:
             self.board.close()
             self.file.close()
             self.evaluations.close()
@@ -190,8 +195,8 @@ class Record:
 
     def close(self) -> None:
         self.bar.close(stays=True)
-        self.logger.close()
         self.leave()
+        self.logger.close()
 
 
 def read_metrics(folder: str, last: int, *names: str) -> list[str]:
@@ -266,7 +271,8 @@ class Board:
             self.write_values(step, values)
             self.records.flush()
         except (ImportError, OSError) as error:
-            remedy = "pip install tensorboard" if isinstance(error, ImportError) else "make room, and start anew"
+            remedy = "pip install tensorboard" if isinstance(error, ImportError) else (
+                f"make room in {self.folder}, and start anew")
             print(f"no more curves for TensorBoard ({error}): {remedy}. metrics.jsonl has the losses", flush=True)
             self.close()
 

@@ -71,7 +71,6 @@ class Session:
             say(words)
             if needed := members.history.roster.needed_hosts():
                 say(f"where {' or '.join(needed)} is lost, too few are left: the run then waits for it")
-        self.begin()
 
     def describe(self, step: int) -> dict:
         """What state.json says of the run after a step."""

@@ -26,6 +26,7 @@ from ranks.collectives import gather, say
 from ranks.join import print_table
 from ranks.memory import memory_of_process
 from timeline import Timeline, timeline
+from utils import UserError
 
 MEASURE_EVERY = {"cpu": 1, "cuda": 10}  # steps: timing what a GPU computes means waiting for it
 KINDS = ("forward", "backward", "optimizer")  # of what a rank computes; else it is idle
@@ -141,11 +142,16 @@ def write_timeline(args, before: ClockOffset, writes: bool) -> None:
 
     timeline.spans = [span._replace(start=by_rank_0(span.start), end=by_rank_0(span.end)) for span in timeline.spans]
     (writing := copy.copy(grid)).is_logging_rank = writes
+    picture = f"picture: python tools/timeline_picture.py {stem}_all.json {stem}.png"
     try:
         with contextlib.redirect_stdout(sys.stdout if grid.is_logging_rank else None):
             timeline.write(f"{stem}_all.json", writing)
-    except OSError as error:
-        print(f"the timeline can't be written: {error}", flush=True)
+    except (OSError, UserError) as error:
+        picture = f"{stem}_all.json can't be written ({error}): make room, or choose another --log_dir. The run goes on"
+        with contextlib.suppress(OSError):  # a part of it, which no picture can be made of
+            os.remove(f"{stem}_all.json")
+        if not grid.is_logging_rank:
+            print(picture, flush=True)
     if grid.is_logging_rank:
         print(f"the clocks of two ranks differ by at most {sum(errors[-2:]) / 1e3:.0f} microseconds", flush=True)
-        print(f"picture: python tools/timeline_picture.py {stem}_all.json {stem}.png", flush=True)
+        print(picture, flush=True)
