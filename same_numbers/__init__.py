@@ -3,17 +3,19 @@
     recorder = same_numbers.Recorder(model, optimizer, folder)  # before the loop, on each rank
     recorder.step(batch=input_ids, loss=loss, norm=norm)        # after backward and clipping, before optimizer.step()
 
-    python -m same_numbers one_process/ many_processes/
+    python -m same_numbers one_process/ many_processes/         # or same_numbers.compare(one_process, many_processes)
 
-sketches.py is how tensors are compared, frameworks.py what part of which parameter a rank holds; recorder.py,
-outputs.py and recording.py write and read, verdict.py and totals.py compare, causes.py and places.py explain. The
-package needs torch alone.
+Written by recorder.py (samples.py, optimizers.py, outputs.py; frameworks.py says what part of which parameter a rank
+holds, sketches.py how tensors are compared), read by recording.py. pair.py has two recordings and a step of both,
+noise.py what rounding may do, differences.py what is not the same, causes.py and places.py why; verdict.py puts it
+together, with reading.py and totals.py. The package needs torch alone.
 """
 
 from . import callbacks
 from .recorder import Recorder
 from .recording import Recording
 from .sketches import factor, section, sketch
+from .verdict import Verdict, compare
 
 __version__ = "0.3.0"
-__all__ = ["Recorder", "Recording", "callbacks", "factor", "section", "sketch"]
+__all__ = ["Recorder", "Recording", "Verdict", "callbacks", "compare", "factor", "section", "sketch"]

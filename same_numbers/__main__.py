@@ -5,6 +5,7 @@ Exits with 0 (the same), 1 (not) or 2 (nothing can be compared).
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import sys
@@ -12,8 +13,7 @@ import sys
 import torch
 
 from same_numbers import __version__
-from same_numbers.recording import Recording
-from same_numbers.verdict import Comparison
+from same_numbers.verdict import compare
 
 
 def main() -> int:
@@ -24,20 +24,19 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON, and notes on standard error")
     args = parser.parse_args()
     try:
-        one = Recording(args.one)
-        compared = Comparison(one, Recording(args.many, one.aliases))
+        verdict = compare(args.one, args.many)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.json:
-        print(json.dumps(compared.found, indent=1))
-    for line in [each["line"] for each in compared.found if not args.json]:
-        print(line)
-    for note in compared.notes:
+        print(json.dumps([dataclasses.asdict(each) for each in verdict.found], indent=1))
+    for each in verdict.found if not args.json else ():
+        print(each.line)
+    for note in verdict.notes:
         print(f"({note})", file=sys.stderr if args.json else sys.stdout)
-    if not compared.found and not args.json:
-        print(f"the same numbers in steps {compared.steps}")
-    return int(bool(compared.found))
+    if not verdict.found and not args.json:
+        print(f"the same numbers in steps {verdict.steps}")
+    return int(bool(verdict.found))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import types
 import torch
 
 from . import frameworks
-from .sketches import bounds_of, sketch, tensors
+from .samples import own_part, tensors
+from .sketches import bounds_of, sketch
 
 
 class Outputs:
@@ -29,20 +30,24 @@ class Outputs:
         self.forget()
 
     def forget(self) -> None:
-        self.found, self.samples = {}, None  # `samples`: of the micro-batch that goes forward, None where not known
+        self.found, self.samples = {}, set()  # `samples`: how many go forward, of a DTensor on all ranks, too
+
+    def begin(self, ids: torch.Tensor | None) -> None:
+        """With the forward of a micro-batch of these token ids."""
+        self.samples = set() if ids is None else {ids.shape[0], own_part(ids).shape[0]}
 
     def add(self, name: str, output, at_output) -> None:
         """Of a micro-batch's forward; at_output is add_gradient(). What is computed again in backward is left out."""
         whole = next((each for each in tensors(output) if each.is_floating_point()), None)
-        if whole is None or whole.ndim < 2 or whole.is_meta or not torch.is_grad_enabled() or (
+        if whole is None or whole.ndim < 2 or whole.is_meta or whole.is_nested or not torch.is_grad_enabled() or (
                 torch._C._current_graph_task_id() >= 0):
             return
         shape, index = frameworks.placed(whole)
         like, placements = types.SimpleNamespace(), getattr(whole, "placements", ())
         if placements and not any(each.is_partial() for each in placements):
             like.placements = placements
-        sample_dim = 1 if self.samples not in (None, shape[0]) else 0  # Megatron has the tokens before the samples
-        if self.samples not in (None, shape[sample_dim]):
+        sample_dim = int(bool(self.samples) and shape[0] not in self.samples)  # Megatron has tokens before samples
+        if self.samples and shape[sample_dim] not in self.samples:
             return
         shape, index = ([each for dim, each in enumerate(both) if dim != sample_dim] for both in (shape, index))
         if self.tokens and shape and shape[0] == len(self.tokens[0]) == len(index[0]):

@@ -1,11 +1,11 @@
 """The Recorder: what a rank holds of the first optimizer steps, as sketches in files, one a rank and step."""
 
+import collections
 import contextlib
 import functools
-import importlib.util
+import itertools
 import multiprocessing.util
 import pathlib
-import pickle
 import uuid
 import warnings
 import weakref
@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from . import frameworks
+from .optimizers import groups, optimizers, settings, state_dtypes
 from .outputs import Outputs
-from .sketches import bounds_of, digest, digests, number, sketch_all, tensors
+from .samples import digest, digests, number, token_ids
+from .sketches import bounds_of, sketch_all
 
 SMALL, MANY = 1 << 14, 64  # numbers in a parameter, and such parameters, whose gradient each micro-batch tells apart
 LEAVES = 32  # modules whose outputs say in which dtype the model computes
-SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "amsgrad", "alpha")
 
 
 def harmless(method):
@@ -53,33 +54,25 @@ class Recorder:
             raise ValueError(f"steps={steps} records nothing: use 1 or more")
         is_many = dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if is_many else (0, 1)
-        self.optimizer, self.folder = optimizer, pathlib.Path(folder).absolute()
+        self.optimizers, self.folder = optimizers(optimizer), pathlib.Path(folder).absolute()
         self.next, self.last, self.is_over = first_step, first_step + steps - 1, False
         self.gradient, self.save_gradients = gradient or frameworks.gradient_of, save_gradients
         self.modules = list(model) if isinstance(model, (list, tuple)) else [model]
         aliases = self.find_parameters(parts or (lambda name: None))
         self.keys = {name: bounds_of(place) for name, place in self.places.items()}
-        self.groups = {id(param): i for i, group in enumerate(getattr(optimizer, "param_groups", ()))
-                       for param in group["params"]}
+        held = groups(self.optimizers)[1]
         self.folder.mkdir(parents=True, exist_ok=True)
         for old in self.folder.glob(f"rank{self.rank}_*.pt"):
             old.unlink()
         self.write("start", {
             "world": self.world, "aliases": aliases, "summed": gradient is not None, "id": uuid.uuid4().hex,
-            "sizes": frameworks.group_sizes(self.params.values()), "optimizer": type(self.inner_optimizer()).__name__,
+            "sizes": frameworks.group_sizes(self.params.values()),
             "params": {name: {"shape": shape, "bounds": self.keys[name], "dtype": str(self.params[name].dtype)[6:],
-                              "trained": self.params[name].requires_grad, "held": id(self.params[name]) in self.groups}
+                              "trained": self.params[name].requires_grad, "held": id(self.params[name]) in held}
                        for name, (shape, index) in self.places.items()}})
         self.outputs = Outputs(self.modules, modules, tokens)
         self.forget()
         self.hooks = self.add_hooks()
-
-    def inner_optimizer(self):
-        """The optimizer of torch in wrappers of Accelerate and Lightning."""
-        found = self.optimizer
-        while isinstance(getattr(found, "optimizer", None), torch.optim.Optimizer):
-            found = found.optimizer
-        return found
 
     def add_hooks(self) -> list:
         """Of each model and of some of its layers. A compiled graph is left as it is."""
@@ -92,9 +85,13 @@ class Recorder:
         for each in leaves[:: 1 + len(leaves) // LEAVES] if not is_compiled else ():
             hooks.append(each.register_forward_hook(self.after_leaf))
         if self.world == 1:
-            small = [name for name, param in self.params.items() if param.requires_grad and param.numel() <= SMALL]
+            kinds = collections.defaultdict(list)  # of each kind the first ones, so that all are there
+            for name, param in self.params.items():
+                if param.requires_grad and param.numel() <= SMALL:
+                    kinds[frameworks.ordinary(name)].append(name)
+            small = [name for some in itertools.zip_longest(*kinds.values()) for name in some if name][:MANY]
             hooks += [self.params[name].register_post_accumulate_grad_hook(functools.partial(self.after, name))
-                      for name in small[:MANY]]
+                      for name in small]
         for name, each in self.outputs.modules.items() if not is_compiled else ():
             hooks.append(each.register_forward_hook(functools.partial(self.after_module, name)))
         if not any(hasattr(param, "ds_id") for param in self.params.values()):
@@ -134,7 +131,7 @@ class Recorder:
                 self.params[name], self.places[name] = param, (shape, index)
             here = {name: param for name, param in self.params.items() if not (parts(name) or ("", ()))[1]}
             own |= frameworks.own_cuts(module, here, self.rank)
-        frameworks.place_cuts(self.places, gather(own, self.world), self.rank)
+        frameworks.place_cuts(self.places, frameworks.gather(own, self.world), self.rank)
         return aliases
 
     @harmless
@@ -148,10 +145,9 @@ class Recorder:
                 return
             self.forwards[id(module)] += 1
             self.random_state = random_state()
-            ids = [each for each in tensors([kwargs.get("input_ids"), *args, kwargs])
-                   if each.ndim > 1 and not each.is_floating_point() and not each.is_complex()]
-            self.seen += digests(ids[0]) if ids and module is self.modules[0] else []
-            self.outputs.samples = len(ids[0]) if ids else None
+            ids = token_ids(module, args, kwargs)
+            self.seen += digests(ids) if ids is not None and module is self.modules[0] else []
+            self.outputs.begin(ids)
 
     @harmless
     def after_forward(self, module, args, output) -> None:
@@ -184,12 +180,6 @@ class Recorder:
         numbers = {name: frameworks.local(each, self.params[name]) for name, each in found.items()}
         return sketch_all(numbers, self.places, self.keys)
 
-    def settings(self) -> list[dict]:
-        """Of each group of the optimizer."""
-        return [{key: [float(each) for each in (value if isinstance(value, (tuple, list)) else [value])]
-                 for key in SETTINGS if (value := group.get(key)) is not None}
-                for group in getattr(self.optimizer, "param_groups", ())]
-
     @harmless
     def step(self, *, batch=None, loss=None, norm=None) -> None:
         """Records a step. `batch`: its samples on this rank, of all micro-batches (token ids that the model is called
@@ -198,7 +188,7 @@ class Recorder:
             return self.finish()
         gradients = {name: self.gradient(param) for name, param in self.params.items()}
         modules = [each for module in self.modules for each in module.modules()]
-        states = getattr(self.inner_optimizer(), "state", {}).values()
+        used, of = groups(self.optimizers)
         vectors, squares = self.sketches(gradients)
         self.write(f"step{self.next}", {
             "gradients": pack(vectors), "squares": squares, "weights": self.weights(),
@@ -206,11 +196,9 @@ class Recorder:
                                               for name, each in gradients.items()},
             "partial": self.partial, "samples": self.seen if batch is None else digests(batch),
             "microbatches": max(self.forwards.values(), default=0), "loss": number(loss), "norm": number(norm),
-            "settings": self.settings(), "rates": [float(group["lr"]) for group in
-                                                   getattr(self.optimizer, "param_groups", ()) if "lr" in group],
-            "groups": {name: self.groups[id(param)] for name, param in self.params.items() if id(param) in self.groups},
-            "computed": self.computed, "states": {str(each.dtype)[6:] for state in states if isinstance(state, dict)
-                                                  for each in tensors(state) if each.ndim and each.is_floating_point()},
+            "settings": [settings(group) for group in used],
+            "groups": {name: of[id(param)] for name, param in self.params.items() if id(param) in of},
+            "computed": self.computed, "states": state_dtypes(self.optimizers),
             "batchnorm": sum("BatchNorm" in (kind := type(each).__name__) and "Sync" not in kind and each.training
                              for each in modules),
             "random": self.random, "outputs": self.outputs.packed(),
@@ -242,22 +230,6 @@ def random_state() -> str:
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
     return " ".join(map(digest, states))
-
-
-def gather(own: dict, world: int) -> list[dict]:
-    """`own` of all ranks. torch's function needs numpy, which torch does not install."""
-    everyone = [own] * world
-    if world > 1 and importlib.util.find_spec("numpy"):
-        dist.all_gather_object(everyone, own)
-    elif world > 1:
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        text = torch.tensor(list(pickle.dumps(own)), dtype=torch.uint8, device=device)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in everyone]
-        dist.all_gather(sizes, torch.tensor([len(text)], device=device))
-        texts = [torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device) for _ in everyone]
-        dist.all_gather(texts, torch.nn.functional.pad(text, (0, len(texts[0]) - len(text))))
-        everyone = [pickle.loads(bytes(each.tolist())) for each in texts]  # which stops where it ends
-    return everyone
 
 
 def pack(vectors: dict) -> dict:

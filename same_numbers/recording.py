@@ -23,7 +23,7 @@ class Recording:
             raise ValueError(f"{folder} is no folder: name the one that Recorder was given")
         start = self.read(folder / "rank0_start.pt")
         self.world, self.summed, self.aliases = start["world"], start["summed"], aliases or start["aliases"]
-        self.id, self.sizes, self.optimizer = start["id"], start["sizes"], start["optimizer"]
+        self.id, self.sizes = start["id"], start["sizes"]
         numbers = [set() for _ in range(self.world)]
         for found in map(FILE.fullmatch, (path.name for path in folder.iterdir())):
             if found and int(found[1]) < self.world:  # else a stray one

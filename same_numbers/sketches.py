@@ -5,9 +5,7 @@ pseudo-random signs (Alon, Matias and Szegedy, 1996). The length of the differen
 difference of their tensors, and the sketches of a tensor's parts add up to that of the whole.
 """
 
-import ctypes
 import functools
-import hashlib
 
 import torch
 
@@ -107,31 +105,3 @@ def has_few_signs(a: torch.Tensor, b: torch.Tensor, shape: tuple, noise: float) 
     step = b.norm() / (len(shape) * count) ** 0.5
     return torch.cat([each[:-2] for each in parts]).norm() <= noise * b.norm() and all(
         each[-1] <= 5 * step for each in parts)
-
-
-def tensors(batch):
-    """All tensors in nested dicts, lists and tuples."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, (dict, list, tuple)) or hasattr(batch, "values"):
-        for each in batch.values() if hasattr(batch, "values") else batch:
-            yield from tensors(each)
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """Of the bytes of a CPU tensor, without numpy, which torch may come without."""
-    tensor = tensor.detach().contiguous()
-    size = tensor.numel() * tensor.element_size()
-    return hashlib.blake2b(ctypes.string_at(tensor.data_ptr(), size) if size else b"", digest_size=8).hexdigest()
-
-
-def digests(batch) -> list[str]:
-    """Of each sample: a row of a tensor."""
-    return [f"{row.numel()}:{digest(row)}" for tensor in tensors(batch)
-            for row in tensor.detach().cpu().flatten(1 if tensor.ndim > 1 else 0)]
-
-
-def number(value) -> float | None:
-    """A loss or a norm as a Python number. A DTensor's summands are added first."""
-    value = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return None if value is None else float(torch.as_tensor(value).detach())

@@ -6,8 +6,7 @@ import pytest
 import same_numbers
 import torch
 from launch import ROOT, start_fork
-from same_numbers import Recording
-from same_numbers.__main__ import Comparison, main
+from same_numbers.__main__ import main
 from torch import nn
 
 FOREIGN = {  # a trainer, its fault and ranks: words of the verdict
@@ -32,8 +31,7 @@ def test_a_foreign_trainer_is_right_and_its_fault_is_named(kind, fault, ranks, t
 
 
 def verdict(folder, many: str) -> str:
-    one = Recording(folder / "one")
-    return "\n".join(each["line"] for each in Comparison(one, Recording(folder / many, one.aliases)).found)
+    return "\n".join(each.line for each in same_numbers.compare(folder / "one", folder / many).found)
 
 
 class Net(nn.Module):

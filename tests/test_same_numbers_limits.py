@@ -183,7 +183,7 @@ def test_an_empty_recorder_and_one_that_fails(monkeypatch, tmp_path, capsys):
     train(monkeypatch, tmp_path / "one", steps=1)
     code, shown = compare(monkeypatch, capsys, tmp_path)
     assert code == 2 and "Recorder was given none" in shown
-    with pytest.warns(UserWarning, match="stops recording, the training goes on: TypeError"):
+    with pytest.warns(UserWarning, match="stops recording, the training goes on: ValueError"):
         train(monkeypatch, tmp_path / "many", norm="no number", steps=1)
     assert compare(monkeypatch, capsys, tmp_path)[0] == 2
 

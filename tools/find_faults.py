@@ -25,7 +25,6 @@ import same_numbers
 from break_faults import Edit, Fault, edited
 from break_flags import one_process, sizes, without
 from launch import STEPS
-from same_numbers.__main__ import Comparison
 from thread_ranks import Violation
 from schedule_check import problem
 from step_modules import StepModules, StepSource, train
@@ -132,9 +131,8 @@ def same(case: Case) -> Finding:
     one = trusted(Case(case.step, 1, one_process(case.flags), case.besides))
     with tempfile.TemporaryDirectory() as many:
         record(case, many)
-        recording = same_numbers.Recording(pathlib.Path(one.name))
-        found = Comparison(recording, same_numbers.Recording(pathlib.Path(many), recording.aliases)).found
-    lines = [each["line"] for each in found] or [f"{STEPS_RECORDED} steps are those of one process"]
+        found = same_numbers.compare(one.name, many).found
+    lines = [each.line for each in found] or [f"{STEPS_RECORDED} steps are those of one process"]
     return Finding(bool(found), "\n".join(lines))
 
 

@@ -19,8 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))
-from same_numbers import trainers_data, trainers_model  # noqa: E402
-from same_numbers.__main__ import Comparison, Recording  # noqa: E402
+from same_numbers import compare, trainers_data, trainers_model  # noqa: E402
 from same_numbers.trainers_base import Run, faults, rank  # noqa: E402
 
 ALL = r"\ball \d"
@@ -91,9 +90,8 @@ def record(folder, ranks: int, dtype: torch.dtype, cases=CASES, steps: int = 3) 
 def verdict(folder, kind: str, fault: str, ranks: int, dtype: torch.dtype) -> Verdict:
     """What `python -m same_numbers` prints, and whether its first line says where and why."""
     try:
-        one = Recording(folder_of(folder, kind, "", 1, dtype))
-        many = Recording(folder_of(folder, kind, fault, ranks, dtype), one.aliases)
-        lines = [each["line"] for each in Comparison(one, many).found]
+        one, many = folder_of(folder, kind, "", 1, dtype), folder_of(folder, kind, fault, ranks, dtype)
+        lines = [each.line for each in compare(one, many).found]
     except ValueError as error:
         lines = [f"error: {error}".replace(f"{folder}/", "")]
     return Verdict(lines, *(bool(lines and fault and re.search(words, lines[0]))
