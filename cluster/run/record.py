@@ -199,7 +199,7 @@ class Record:
         try:
             self.logger.close()
         except Exception as error:  # of W&B, in many classes: the training has been made all the same
-            print(f"W&B's run did not end well ({error}): make room in {self.folder}, and `wandb sync` uploads the rest",
+            print(f"W&B's run did not end well ({error}): make room in {self.folder}, `wandb sync` uploads the rest",
                   flush=True)
 
 
