@@ -15,6 +15,7 @@ import copy
 import datetime
 import gc
 import json
+import logging
 import os
 import re
 import signal
@@ -144,6 +145,7 @@ def train_in_generations(args: argparse.Namespace, train: Callable) -> int:
     `args`."""
     folder = os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
     exits.outlive_a_full_disk(sys.stdout, sys.stderr)
+    logging.raiseExceptions = False  # in which W&B's own log on a full disk would print a traceback a line
     members, signals = Members.from_environment(os.path.join(folder, ".members"), args.tp_size), Signals()
     if members and members.history.is_done:
         print("the run has ended already", flush=True)
