@@ -15,7 +15,7 @@ from tours import check_tours
 
 MAX_MODULE_LINES, MAX_FUNCTION_LINES, MAX_LINE_LENGTH = 300, 60, 120
 ROOMS = ("exercises", "cluster", "tools")
-BUDGETS = {2: (302, 2), 3: (294, 1), **dict.fromkeys((4, 6, 10, 11, 13, 14, 15), (250, 1)), 5: (80, 1), 7: (252, 1),
+BUDGETS = {2: (303, 2), 3: (294, 1), **dict.fromkeys((4, 6, 10, 11, 13, 14, 15), (250, 1)), 5: (80, 1), 7: (252, 1),
            8: (102, 0), 9: (1459, 8), 12: (270, 1), 16: (300, 1), 17: (150, 1),
            18: (200, 1)}  # step -> added lines, new modules; 2: a full disk, counts of groups, who reads the flags late
 CAPS = (  # what, how much at most, in which files, but for those with this in their path; of .md words, else lines
