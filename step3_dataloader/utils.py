@@ -75,6 +75,7 @@ def one_clear_error(out_of_memory: str = "choose a smaller model"):
             report = {"message": str(error), "extraInfo": {"timestamp": int(time.time())}}
             with contextlib.suppress(OSError):
                 pathlib.Path(path).write_text(json.dumps({"message": report}))
+        sys.unraisablehook = lambda unraisable: None  # a file on a full disk fails once more when Python closes it
         sys.exit(2)
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -132,7 +132,8 @@ except pgm.UserError as error:
 
 @pytest.mark.parametrize("step, ranks, args, name", [
     (2, 2, ["--dp_size", 2], "config.json"), (3, 1, [], "metrics.jsonl"),
-    (6, 2, ["--dp_size", 2, "--profile_batch", 2], "timeline_batch2_all.json"), (8, 2, ["--pp_size", 2], "metrics.jsonl"),
+    (6, 2, ["--dp_size", 2, "--profile_batch", 2], "timeline_batch2_all.json"),
+    (8, 2, ["--pp_size", 2], "metrics.jsonl"),
     (9, 1, ["--profile_batch", 2], "timeline_batch2_all.json"), (16, 1, [], "config.json")])
 def test_a_full_disk(tmp_path, step, ranks, args, name):
     """Of which one rank hears, perhaps in the middle of a run. It says so; the others, which lose it, say nothing."""
@@ -141,7 +142,8 @@ def test_a_full_disk(tmp_path, step, ranks, args, name):
     path.symlink_to("/dev/full")
     flags = words(step, tmp_path, ["--log_dir", tmp_path / "runs", "--run_name", "full", *args])
     done = fork(step, ranks, *flags, check=False, timeout=SECONDS)
-    ends_as_it_should(tmp_path, done.returncode, done.stderr, [f"can't write {path} (No space left", "another --log_dir"])
+    expected = [f"can't write {path} (No space left on device): make room there, or choose another --log_dir"]
+    ends_as_it_should(tmp_path, done.returncode, done.stderr, expected)
     assert "Traceback" not in done.stderr
 
 
@@ -149,14 +151,17 @@ def test_a_full_disk(tmp_path, step, ranks, args, name):
 def test_a_disk_that_is_full_before_all_tokens_are_there(run_code, tmp_path, step, ranks):
     """Here a file may have 8 KB. No later run takes a part for all tokens."""
     args = ["--max_tokens", 4096, *{3: [], 5: ["--dp_size", 2], 9: ["--pipelines", "1,1"]}[step]]
-    done = run_code(step, ranks, "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n",
-                    *words(step, tmp_path, args), then="train.py", check=False, timeout=SECONDS)
+    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))"
+    code = f"import resource\nsys.dont_write_bytecode = True  # nor may that be cut\n{limit}\n"
+    flags = words(step, tmp_path, args)
+    done = run_code(step, ranks, code, *flags, then="train.py", check=False, timeout=SECONDS)
     ends_as_it_should(tmp_path, done.returncode, done.stderr, ["can't write ", ".bin (File too large): make room"])
     assert not list((tmp_path / "runs" / "token_cache").glob("*.bin"))
 
 
 @pytest.mark.parametrize("step", [1, 8])
-def test_what_is_printed_goes_to_a_full_disk(capsys, step):
+def test_what_is_printed_goes_to_a_full_disk(capsys, monkeypatch, step):
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # which one_clear_error replaces
     with modules_of(step):
         import utils
     with pytest.raises(SystemExit) as end, open("/dev/full", "wb", buffering=0) as full, utils.one_clear_error():

@@ -43,7 +43,8 @@ class RunLogger:
         config = {**vars(args), "topology": grid.topology}
         with writing(path := os.path.join(folder, "config.json")), open(path, "w") as file:
             json.dump(config, file, indent=2)
-        self.wandb = start_wandb(f"{args.run_name}_{grid}", config, folder) if args.use_wandb else None
+        with writing(folder):
+            self.wandb = start_wandb(f"{args.run_name}_{grid}", config, folder) if args.use_wandb else None
 
     def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float, **more) -> None:
         """Records optimizer step `step`, counted from 1. All ranks call it. Raises UserError for a loss of NaN."""
