@@ -35,8 +35,8 @@ def test_ranks_that_share_a_gpu_communicate_over_gloo(monkeypatch, variables, gp
 
 @pytest.mark.parametrize("step", [1, 2, 9, 16])
 def test_gpus_without_bfloat16_in_hardware_compute_in_float32(monkeypatch, capsys, step):
-    """torch says that they support it, by emulation, which is many times slower. Rank 0 says what is chosen. `native` are
-    the GPUs that have it: this rank's counts, which need not be the first one of the machine."""
+    """torch says that they support it, by emulation, which is many times slower. Rank 0 says what is chosen. `native`:
+    the GPUs that have it. That of this rank counts, which need not be the first one of the machine."""
     with modules_of(step):
         import utils
     said = []

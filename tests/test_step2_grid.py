@@ -151,5 +151,5 @@ for pgm.ProcessGroupManager in make_grid_and_more, make:
         print(error)
 assert time.monotonic() - start < 30
 """, timeout=60)
-    assert len(found := re.findall(r"some ranks are in (\d+) process groups, others in (\d+): ", done.stdout)) == 6, found
-    assert {int(most) - int(fewest) for fewest, most in found} == {1}
+    found = re.findall(r"some ranks are in (\d+) process groups, others in (\d+): ", done.stdout)
+    assert len(found) == 6 and {int(most) - int(fewest) for fewest, most in found} == {1}, done.stdout
