@@ -100,7 +100,8 @@ def init_process_group(backend: str, timeout_seconds: float = 600, flags: dict |
                     store.set("all have read it", "")
                 store.wait(["all have read it"], timeout)
 
-        atexit.register(wait_for_readers) if rank == 0 else wait_for_readers()
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of its machine: it says what differs before it waits
+        atexit.register(wait_for_readers) if is_first else wait_for_readers()
         raise UserError(f"ranks were started with different flags: {difference}: give all ranks the same")
     dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size,
                             timeout=timeout)
