@@ -174,7 +174,7 @@ def start_fork(*args, **kwargs) -> concurrent.futures.Future:
 
 def metrics(log_dir, run_name: str = "default_run") -> list[dict]:
     with open(pathlib.Path(log_dir, run_name, "metrics.jsonl")) as file:
-        return [json.loads(line) for line in file]
+        return [json.loads(line) for line in file if line.endswith("\n")]  # a full disk may hold half of the last one
 
 
 def losses(log_dir, run_name: str = "default_run") -> list[float]:

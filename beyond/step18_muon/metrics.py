@@ -47,7 +47,7 @@ class RunLogger:
             self.wandb = start_wandb(f"{args.run_name}_{grid}", config, folder) if args.use_wandb else None
 
     def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float, **more) -> None:
-        """Records optimizer step `step`, counted from 1. All ranks call it. Raises UserError for a loss of NaN."""
+        """Records optimizer step `step`, counted from 1. All ranks call it. Raises UserError for NaN, a full disk."""
         if step < 3 or step % 10 == 0:  # not in each step: it costs time
             self.memory = torch.tensor(peak_memory_gb(), device="cuda" if dist.get_backend() == "nccl" else "cpu")
             dist.all_reduce(self.memory, dist.ReduceOp.MAX)  # some ranks hold more
