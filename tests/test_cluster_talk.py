@@ -314,3 +314,23 @@ def test_mistakes(folder, ranks, words, message):
                  *(word.format(**names) for word in words), check=False)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert len(re.findall("^error: ", done.stderr, re.MULTILINE)) == 1, done.stderr
+
+
+@pytest.mark.parametrize("dtype, device, chosen, expected", [
+    ("auto", "cuda", torch.float32, "float32"), ("auto", "cuda", torch.bfloat16, "auto"),
+    ("auto", "cpu", torch.float32, "auto"), ("bfloat16", "cuda", torch.float32, "bfloat16")])
+def test_weights_on_a_gpu_without_bfloat16(monkeypatch, dtype, device, chosen, expected):
+    """Where step 9 chooses float32 on a GPU, the weights are in float32, too, and not as they are stored."""
+    class Made(Exception):
+        pass
+
+    def make(args, *_):
+        raise Made(args.dtype)
+
+    monkeypatch.setattr(talk, "meet", lambda args: (torch.device(device), chosen))
+    monkeypatch.setattr(talk, "drawing", lambda args: {})
+    monkeypatch.setattr(talk, "WholeModel", make)
+    monkeypatch.setattr(talk.dist, "new_group", lambda **_: None)
+    monkeypatch.setattr(talk.dist, "get_world_size", lambda: 1)
+    with pytest.raises(Made, match=f"^{expected}$"):
+        talk.generate_all(types.SimpleNamespace(dtype=dtype, seed=0))

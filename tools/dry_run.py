@@ -20,6 +20,7 @@ from data_sheets import PRESETS, add_device_flags, read_nodes  # before the modu
 from dry_run_clock import Clock, Machine, machine_of, predict, write_trace
 from dry_run_rank import KINDS, Event
 from dry_run_step import Rank, run_rank
+from launch import writing
 from utils import ArgumentParser, UserError, one_clear_error, positive_float, positive_int, to_readable_format
 
 PHASES = ("before the step", "after backward", "after the step")
@@ -151,7 +152,8 @@ def main(argv: list[str] | None = None) -> None:
     found = [describe(rank, machine, kinds, peak) for rank in ranks]
     fullest = max(found, key=lambda each: each["peak"])
     if args.timeline:
-        write_trace(args.timeline, ranks[-1], clocks[-1], predict(ranks[-1], machine, kinds, peak))
+        with writing(args.timeline):
+            write_trace(args.timeline, ranks[-1], clocks[-1], predict(ranks[-1], machine, kinds, peak))
     if args.json:
         print(json.dumps(found if len(found) > 1 else found[0], indent=1))
         return
