@@ -36,7 +36,7 @@ FAMILIES = {  # base models without a plan: their modules in the order of forwar
 
 ALIKE_FOR_ALL_LAYERS = {  # arguments of a layer: its input, and what each stage makes of the batch
     "self", "args", "kwargs", "hidden_states", "input_ids", "attention_mask", "conv_mask", "position_ids",
-    "past_key_values", "layer_past", "use_cache", "output_attentions", "cache_position", "attention_scaling",
+    "cache", "past_key_values", "layer_past", "use_cache", "output_attentions", "cache_position", "attention_scaling",
     "position_embeddings",
 }
 
