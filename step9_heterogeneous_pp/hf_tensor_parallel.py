@@ -134,6 +134,7 @@ LEFT_OUT = {  # class of a decoder layer -> what its model's plan leaves out bet
     "PhiDecoderLayer": dict.fromkeys(("self_attn.q_layernorm", "self_attn.k_layernorm"), SHARED),
     "Glm4MoeDecoderLayer": dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), SHARED),
     "ApertusDecoderLayer": {"mlp.act_fn": SHARED},
+    "Apertus1p5TextDecoderLayer": {"mlp.act_fn": SHARED},
     "CohereDecoderLayer": {"self_attn.q_norm": "colwise", "self_attn.k_norm": "colwise"},  # a weight for each head
 }
 SIZES = ("num_attention_heads", "num_attention_heads_per_layer", "num_key_value_heads", "intermediate_size", "ffn_dim",

@@ -11,9 +11,12 @@ What the model has behind its base model follows, such as `lm_head`, `score` or 
 that every layer uses (`rotary_emb`) are not listed: each stage keeps them.
 """
 
+import contextlib
 import inspect
+import re
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.nn as nn
@@ -21,8 +24,36 @@ import torch.nn as nn
 from utils import UserError
 
 
+# Packages of which more is used than they promise to keep, and the oldest and the newest version that was tried.
+TRIED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.24"), "peft": ("0.18", "0.21"),
+         "bitsandbytes": ("0.50", "0.50")}
+
+
+def newer_than_tried(package: str) -> str:
+    """The end of an error that may be due to the version of a package. Empty for one that was tried, or not imported.
+    """
+    version = getattr(sys.modules.get(package), "__version__", "0")
+    newest, found = ([int(number) for number in re.findall(r"\d+", text)[:2]] for text in (TRIED[package][1], version))
+    if found <= newest:
+        return ""
+    return f" ({package}: this version, {version}, is newer than those tried ({' to '.join(TRIED[package])}))"
+
+
+@contextlib.contextmanager
+def names_of(package: str) -> Iterator[None]:
+    """Around what uses names that the package does not promise to keep. Raises UserError where they have changed."""
+    try:
+        yield
+    except (ImportError, AttributeError, TypeError) as error:
+        raise UserError(f"{package} no longer has what is used of it ({error}): pip install -c constraints.txt "
+                        f"{package}{newer_than_tried(package)}") from error
+
+
 class Unsupported(UserError, NotImplementedError):
     """A model that step 9 cannot cut, or not in the way that was asked for."""
+
+    def __str__(self) -> str:
+        return super().__str__() + newer_than_tried("transformers")
 
 
 FAMILIES = {  # base models without a plan: their modules in the order of forward, the list of layers among them
