@@ -32,6 +32,16 @@ CACHE_NAMES = "cache", "past_key_values"  # the second until transformers 5.23
 ATTENTION = "get_mask_sizes"  # what only a cache's layers of attention have
 
 
+def name_of_cache(model: torch.nn.Module) -> str:
+    """By which argument the model's forward takes it. Raises Unsupported."""
+    takes = {*inspect.signature(model.forward).parameters, *inspect.signature(model.base_model.forward).parameters}
+    found = next((name for name in CACHE_NAMES if name in takes), None)
+    if not found:
+        raise Unsupported(f"{type(model).__name__} takes no {' or '.join(CACHE_NAMES)}: start generate.py without "
+                          "torchrun, since one process writes with it")
+    return found
+
+
 class DividedModel:
     """Generates text with this rank's stage. `drawing`: what GenerationConfig takes, of how the next token is drawn.
 
@@ -49,11 +59,8 @@ class DividedModel:
             for module in layer.modules():
                 if hasattr(module, "layer_idx"):
                     module.layer_idx = number
-        takes = {**stage.inputs, **inspect.signature(stage.model.base_model.forward).parameters}
-        self.cache_name = next((name for name in CACHE_NAMES if name in takes), None)
         with pgm.together(group):
-            if not self.cache_name:
-                raise Unsupported(f"{type(stage.model).__name__} takes no {' or '.join(CACHE_NAMES)} of earlier tokens")
+            self.cache_name = name_of_cache(stage.model)
             if not any(hasattr(layer, ATTENTION) for layer in self.make_cache().layers):
                 raise UserError(f"stage {stage.stage_index} of {len(stage.own_layers())} layers has none of attention, "
                                 "by which a stage counts earlier tokens: give it more layers, by --pipelines")
