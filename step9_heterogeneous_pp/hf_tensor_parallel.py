@@ -42,8 +42,8 @@ class RowParallelOfWholeInput(RowParallel):
 
 
 class SharedByHeads(nn.Module):
-    """A norm (B, T, heads/tp, hd) or an activation (B, T, width/tp) -> the same. Its parameters are those of all heads
-    or of the whole width, so every rank has all of them, and their gradients are summed over tp."""
+    """A norm (B, T, heads/tp, hd) -> the same, whose weight (hd) all heads share: its gradient is summed over tp. Or an
+    activation (B, T, width/tp), whose parameters are those of the whole width."""
 
     def __init__(self, module: nn.Module):
         super().__init__()

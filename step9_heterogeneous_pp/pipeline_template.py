@@ -24,7 +24,14 @@ import torch.nn as nn
 from utils import UserError
 
 
-# Packages of which more is used than they promise to keep, and the oldest and the newest version that was tried.
+class Unsupported(UserError, NotImplementedError):
+    """A model that step 9 cannot cut, or not in the way that was asked for."""
+
+    def __str__(self) -> str:
+        return super().__str__() + newer_than_tried("transformers")
+
+
+# Packages of which more is used than they promise to keep: the oldest and the newest version that was tried.
 TRIED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.24"), "peft": ("0.18", "0.21"),
          "bitsandbytes": ("0.50", "0.50")}
 
@@ -47,13 +54,6 @@ def names_of(package: str) -> Iterator[None]:
     except (ImportError, AttributeError, TypeError) as error:
         raise UserError(f"{package} no longer has what is used of it ({error}): pip install -c constraints.txt "
                         f"{package}{newer_than_tried(package)}") from error
-
-
-class Unsupported(UserError, NotImplementedError):
-    """A model that step 9 cannot cut, or not in the way that was asked for."""
-
-    def __str__(self) -> str:
-        return super().__str__() + newer_than_tried("transformers")
 
 
 FAMILIES = {  # base models without a plan: their modules in the order of forward, the list of layers among them

@@ -247,7 +247,7 @@ def print_table(results: dict[str, list[tuple[str, str]]]) -> None:
     lines: dict[tuple, list[str]] = {}
     for name, ((stages, detail), (tp, tp_detail)) in sorted(results.items()):
         why = (detail if stages == "refused" else tp_detail) * ("refused" in (stages, tp))
-        why = re.sub(r"^.* is not implemented(, since|:)? (it has )?|\. Use tp_size 1\b.*|, and .*| \(transf.*", "", why)
+        why = re.sub(r"^.* is not implemented(, since|:)? (it has )?|\. Use tp_size 1.*|, and .*| \(transf.*", "", why)
         shown = why.split(", ")[0] + ", ..." * (", " in why)
         lines.setdefault((stages, tp, shown), []).append(name.removesuffix("ForCausalLM"))
     print(f"transformers {transformers.__version__}\n\n| in stages | tp 2 | why not | classes (... ForCausalLM) |")

@@ -154,7 +154,8 @@ def of_transformers(args, fields: dict, dtype: torch.dtype) -> Model:
         raise
     except Exception as error:  # of many classes, for fields that do not go together
         raise UserError(f"--model_name {args.model_name!r}: transformers makes no {CLASSES[kind]} of its config.json "
-                        f"({' '.join(str(error).split())[:300]}): correct it{newer_than_tried('transformers')}") from None
+                        f"({' '.join(str(error).split())[:300]}): correct it"
+                        f"{newer_than_tried('transformers')}") from None
     rate = RATE if args.lora_rank else min(1e-3, default_learning_rate(model.config.hidden_size))
     coefficient = getattr(model.config, "router_aux_loss_coef", 0)
     criterion = functools.partial(mean_cross_entropy, router_loss_coef=coefficient)
