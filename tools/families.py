@@ -52,7 +52,7 @@ TOY = dict(  # of every name that a configuration has
     qk_nope_head_dim=8, v_head_dim=16, sliding_window=8, ffn_hidden_size=96, n_positions=64, n_embd=64, n_layer=4,
     n_head=4, d_model=64, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
     linear_value_head_dim=16, linear_head_dim=16, linear_num_heads=4, output_router_logits=True,
-    router_aux_loss_coef=0.1, use_qk_norm=True, qk_layernorm=True,
+    router_aux_loss_coef=0.1, use_qk_norm=True, qk_layernorm=True, rotary_dim=8,
 )
 FOR_SOME = {  # a field of the configuration -> what else a toy with this field needs
     "kv_lora_rank": dict(num_key_value_heads=4, head_dim=8), "moe_k": dict(moe_k=2),
