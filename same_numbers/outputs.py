@@ -35,7 +35,7 @@ class Outputs:
         """Of a micro-batch's forward; at_output is add_gradient(). What is computed again in backward is left out."""
         whole = next((each for each in tensors(output) if each.is_floating_point()), None)
         if whole is None or whole.ndim < 2 or whole.is_meta or not torch.is_grad_enabled() or (
-                torch._C._current_graph_task_id() >= 0):
+                getattr(torch._C, "_current_graph_task_id", lambda: -1)() >= 0):  # its name may go
             return
         shape, index = frameworks.placed(whole)
         like, placements = types.SimpleNamespace(), getattr(whole, "placements", ())

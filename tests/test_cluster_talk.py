@@ -19,7 +19,7 @@ from processes import eventually
 with modules_of(9):
     import generate
     from hosts.host_facts import ASKS
-    from inference import make_stage, talk
+    from inference import make_stage, stages, talk
 
 SCRIPT, CPU = ROOT / "cluster" / "generate.py", ["--device", "cpu"]
 PROMPTS = ["The state of the union is", "We", "It was the best of times, it was the worst of times;", "And", "Why not"]
@@ -166,6 +166,29 @@ def test_a_run_on_disks_of_their_own(folder, tmp_path):
     done = on_disks(tmp_path, 3, SCRIPT, *CPU, "--checkpoint", "c/run", "--pipelines", "1,1,4", *prompts(),
                     "--max_new_tokens", NEW)
     assert texts(done) == in_one_process(path) != in_one_process(folder / "llama")
+
+
+def test_the_cache_by_the_name_that_this_transformers_gives_it(monkeypatch):
+    class Base(torch.nn.Module):
+        def forward(self, input_ids, past_key_values=None):
+            """As until 5.23."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base_model = Base()
+
+        def forward(self, input_ids, **kwargs):
+            """What its base takes, it takes."""
+
+    model = Model()
+    assert stages.name_of_cache(model) == "past_key_values"
+    monkeypatch.setattr(Base, "forward", lambda self, input_ids, cache=None: None)
+    assert stages.name_of_cache(model) == "cache"
+    monkeypatch.setattr(Base, "forward", lambda self, input_ids, kv_store=None: None)
+    monkeypatch.setattr("transformers.__version__", "9.9")
+    with pytest.raises(NotImplementedError, match=r"Model takes no cache or past_key_values: .* this version, 9\.9, is new"):
+        stages.name_of_cache(model)
 
 
 def test_layers_by_memory(monkeypatch):

@@ -14,8 +14,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
+try:
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+except ImportError as error:  # torch does not promise to keep them
+    sys.exit(f"error: torch {torch.__version__} has not what a dry run needs ({error}): use that of constraints.txt")
 
 from dry_run_rank import Communication, Count, CountedStore, NormOfCuda
 from step_modules import RandomSamples, StepModules, StepSource

@@ -32,6 +32,8 @@ from checkpoints.save import WRITER
 from hosts import exits
 from membership.failure_detector import FailureDetector
 from membership.rendezvous import Members
+from pipeline_template import names_of
+from ranks.collectives import default_store
 from ranks.lost import LOST, NEWCOMER, VARIABLE, MembershipChanged, is_elastic, is_lost_peer, is_of_this_machine
 from ranks.placement import forget_ranks
 from ranks.stopping import Signals, let_signals_kill
@@ -80,8 +82,9 @@ class Generation:
             dist.barrier()
             self.members.begin(roster)
             pgm.timeout = datetime.timedelta(seconds=TIMEOUT)  # from here on machines may be slow
-            dist.distributed_c10d._set_pg_timeout(pgm.timeout)
-            dist.distributed_c10d._get_default_store().set_timeout(pgm.timeout)
+            with names_of("torch"):
+                dist.distributed_c10d._set_pg_timeout(pgm.timeout)
+            default_store().set_timeout(pgm.timeout)
 
     def forget(self) -> None:
         """What this process holds is not the run's state any more."""
