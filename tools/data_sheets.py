@@ -79,7 +79,7 @@ class Node(NamedTuple):
     network: float
 
 
-plausible = number(float, lambda value: 1e-9 <= value <= 1e9, "a number above 0, and plausible")
+plausible = number(float, lambda value: 1e-9 <= value <= 1e9, "a number from 1e-9 to 1e9")
 
 
 def parse_rate(text: str) -> float:
@@ -91,17 +91,15 @@ def parse_rate(text: str) -> float:
 
 def find_device(name: str, said: str) -> str:
     """Its name as DEVICES has it. `said`: the flag and its value. Raises UserError where it is unknown."""
-    for known in DEVICES:
-        if known.lower() == name.lower():
-            return known
+    if known := [each for each in DEVICES if each.lower() == name.lower()]:
+        return known[0]
     raise UserError(f"{said}: no {name!r} among {', '.join(DEVICES)}: choose the one that is most like it, and give "
                     "--peak_tflops and --device_memory")
 
 
 def parse_nodes(spec: str) -> list[Node]:
     """What --cluster says, node by node. Raises UserError where it can't be read, or names an unknown device."""
-    groups, _, rate = spec.partition("@")
-    nodes: list[Node] = []
+    (groups, _, rate), nodes = spec.partition("@"), []
     for group in groups.split("+"):
         match = GROUP.fullmatch(group.strip())
         if not match or not int(match[1]) or not int(match[3] or 1):
@@ -165,18 +163,16 @@ class Shape(NamedTuple):
         return self.layers * (self.layer_weights + 2 * self.hidden) + ends
 
     def flops(self, seq_len: int, experts: int = 0, per_token: int = 1) -> int:
-        """Of a token's forward and backward, as the steps' metrics.py counts them for MFU: 6 for each weight that
-        multiplies it, and 12 T for each channel of the queries of a layer. With experts, those that it passes, and the
-        router."""
+        """Of a token's forward and backward, as metrics.py of the steps counts for MFU: 6 for each weight that it
+        multiplies, of experts those that it passes, and 12 T for each channel of the queries of a layer."""
         further = 3 * self.hidden * self.width * (per_token - 1) + self.hidden * experts if experts else 0
         weights = self.layers * (self.layer_weights + further) + self.hidden * self.vocab
         return 6 * weights + 12 * self.layers * self.heads * self.head_dim * seq_len
 
     def config(self) -> dict:
         """As in the config.json of a Llama."""
-        return {"model_type": "llama", **dict(zip(MODEL, self)), "head_dim": self.head_dim, "rms_norm_eps": 1e-5,
-                "rope_theta": 5e5, "initializer_range": 0.02, "hidden_act": "silu", "attention_bias": False,
-                "mlp_bias": False, "max_position_embeddings": 8192}
+        return {"model_type": "llama", **dict(zip(MODEL, self)), "head_dim": self.head_dim,
+                "max_position_embeddings": 8192}
 
 
 # Llama 2 (Meta 2023), Llama 3.1 and 3.2 (Meta 2024)
@@ -194,8 +190,7 @@ def read_shape(name: str, args) -> Shape:
     """The sizes of a model, with what the flags say instead. Raises UserError where it has not those of a Llama."""
     heads, kv_heads = args.num_attention_heads, args.num_key_value_heads
     if name in PRESETS and not os.path.isdir(name) and heads is None and kv_heads is None:
-        shape = PRESETS[name]
-        return shape._replace(layers=args.num_hidden_layers or shape.layers)
+        return PRESETS[name]._replace(layers=args.num_hidden_layers or PRESETS[name].layers)
     config = load_config(name, num_hidden_layers=args.num_hidden_layers, num_attention_heads=heads,
                          num_key_value_heads=kv_heads)
     if missing := [name for name in MODEL if getattr(config, name, None) is None]:

@@ -5,13 +5,13 @@
         --model_name llama-405b --seq_len 8192 --micro_batch_size 1 --gradient_accumulation_steps 16 \\
         --tp_size 8 --pp_size 16 --dp_size 128
 
-What stands behind train.py are the flags of torchrun's command, for any step from 3 on. --model_name may also be one of
-the models of data_sheets.py. The corpus is not read. --device auto is the machine's.
+What stands behind train.py are the flags of torchrun's command, for any step from 3 on. --model_name may also be one
+of the models of data_sheets.py. The corpus is not read. --device auto is the machine's.
 
 It prints what the rank holds, what it sends to whom, its actions, and how long a step would take on the machine, for
-which the first, the second and the last stage of its pipeline are run, too. TFLOP are the model's, divided by the ranks,
-as MFU counts them: TFLOP / seconds / peak. What is counted is that of real runs, seconds are those of data sheets. See
-dry_run_rank.py for what differs from a run.
+which the first, the second and the last stage of its pipeline are run, too; those between are taken for the second. A
+rank's share of the model's TFLOP is as the steps count it for MFU = TFLOP / seconds / peak. What is counted is that of
+real runs, seconds are those of data sheets. See dry_run_rank.py for what differs from a run.
 """
 
 import argparse
@@ -37,8 +37,8 @@ def find_script(args) -> pathlib.Path:
     if not script.is_file():
         raise UserError(f"{args.script} is no file: give the train.py of a step, {such}")
     if script.name != "train.py" or not (script.parent / "dataloader.py").is_file():
-        raise UserError(f"{args.script}: a dry run needs the train.py of a step from 3 on, {such}; steps 1 and 2 have no "
-                        "samples and no batch to divide")
+        raise UserError(f"{args.script}: a dry run needs the train.py of a step from 3 on, {such}; steps 1 and 2 have "
+                        "no samples to train on")
     return script
 
 
@@ -102,9 +102,11 @@ def table(found: dict) -> str:
     if actions := found["actions"]:
         lines += ["", f"{len(actions)} actions: {' '.join(actions[:24])}{' ...' * (len(actions) > 24)}"]
     parts = {name: f"{name} {value:.3g}" for name, value in found["seconds"].items()}
-    parts["computing"] += f" ({found['computed_flops'] / 1e12:.4g} TFLOP, {found['bound_by_memory']:.3g} s bound by memory)"
-    lines += ["", f"{found['flops'] / 1e12:.4g} TFLOP of the model a rank; {found['seconds']['step']:.4g} s a step, of which "
-              + ", ".join(part for name, part in parts.items() if name != "step") + f"; {found['mfu']:.1%} MFU"]
+    del parts["step"]
+    computed = f"{found['computed_flops'] / 1e12:.4g} TFLOP"
+    parts["computing"] += f" ({computed}, {found['bound_by_memory']:.3g} s bound by memory)"
+    lines += ["", f"{found['flops'] / 1e12:.4g} TFLOP of the model a rank; {found['seconds']['step']:.4g} s a step, of "
+              f"which {', '.join(parts.values())}; {found['mfu']:.1%} MFU"]
     return "\n".join(lines)
 
 
