@@ -1,6 +1,7 @@
 """Runs train.py of a step as one rank of a dry run: what stands in the place of what, see dry_run_rank.py."""
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -242,26 +243,31 @@ def without_timeline(stand: Stand) -> Iterator[None]:
         yield
 
 
+@functools.cache
+def largest_bucket(script: pathlib.Path, flags: tuple[str, ...], world: int, is_gpu: bool, presets: tuple) -> int:
+    """On the bytes of a bucket the ranks of step 9 agree, by the one with most parameters: one of each kind runs up to
+    there."""
+    found: list[int] = []
+
+    def note(own: int) -> None:
+        found.append(own)
+        raise EndOfStep
+
+    def begin(rank: int) -> Rank:
+        return run_rank(script, [*flags], world, rank, 8, lambda *_: 0.0, is_gpu, dict(presets), note)
+
+    for rank in begin(0).kinds():
+        begin(rank)
+    return max(found)
+
+
 def run_rank(script: pathlib.Path, flags: list[str], world: int, rank: int, per_machine: int,
              seconds_of: Callable, is_gpu: bool, presets: dict, agree: Callable[[int], int] | None = None) -> Rank:
-    """One optimizer step of one rank. Raises what the step raises, its UserError among it.
-
-    The ranks of step 9 agree on the bytes of a bucket, by the rank with most parameters. So one of each kind runs up to
-    there first. `agree`(this rank's) is the largest.
-    """
+    """One optimizer step of one rank. Raises what the step raises, its UserError among it. `agree`(a number of this
+    rank) is the largest of all ranks."""
     if agree is None and (script.parent / "heterogeneous_parallel_plugin.py").is_file():
-        found: list[int] = []
-
-        def note(own: int) -> None:
-            found.append(own)
-            raise EndOfStep
-
-        def begin(other: int) -> Rank:
-            return run_rank(script, flags, world, other, per_machine, seconds_of, is_gpu, presets, note)
-
-        for other in begin(rank).kinds():
-            begin(other)
-        agree = lambda own: max(found)  # noqa: E731
+        largest = largest_bucket(script, (*flags,), world, is_gpu, (*presets.items(),))
+        agree = lambda own: largest  # noqa: E731
     modules, count, store = StepSource("", folders=(script.parent,)).load(), Count(seconds_of, is_gpu), CountedStore()
     stand = Stand(modules, count)
     environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank % per_machine),

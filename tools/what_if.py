@@ -190,14 +190,15 @@ def unlike(job: Job, size: int | None, top: int) -> str:
 
 def what_if(args) -> str:
     """What --cluster prints. Raises UserError where the flags can't be read."""
-    if args.micro_batch_size and len(args.micro_batch_size) > 1:
+    size, *others = args.micro_batch_size or [None]
+    if others:
         raise UserError("--cluster takes one --micro_batch_size, or none")
+    check_batch(args.global_batch or 32, size or 1)
     nodes, dtype = read_nodes(args)
-    schedule = "1f1b" if args.schedule == "auto" else args.schedule
-    setting = Setting(schedule, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
+    setting = Setting("1f1b" if args.schedule == "auto" else args.schedule, args.wire_dtype, args.gradient_wire_dtype,
+                      args.recompute)
     job = Job(read_shape(args.model_name or TINY_LLAMA, args), nodes, args.seq_len or 128, args.global_batch or 32,
               dtype, setting, args.efficiency, args.memory_fraction)
-    size = args.micro_batch_size[0] if args.micro_batch_size else None
     head = (f"{args.cluster}: {job.num_devices} devices in {len(nodes)} nodes, {dtype}; {LINK_SHARE:.0%} of links and "
             f"{args.efficiency:.0%} of FLOP/s are reached\n{to_readable_format(job.shape.parameters)} parameters, "
             f"{job.global_batch} samples of {job.seq_len} tokens a step; {args.memory_fraction:.0%} of the memory may "
@@ -273,13 +274,10 @@ def parse_args(argv: list[str] | None = None):
     if (args.cluster is None) == (args.cards is None):
         raise UserError("say which machines: --cluster 64xH100:8, or --cards 16+12+8; one of the two")
     if args.cluster is not None and (args.lora_rank != 16 or args.base_bits):
-        raise UserError("--lora_rank and --base_bits are for --cards: with --cluster all weights are trained, leave "
-                        "them out")
+        raise UserError("--lora_rank and --base_bits are for --cards: --cluster trains all weights, leave them out")
     for name in OF_CLUSTER if args.cluster is None else ():
         if getattr(args, name) != parser.get_default(name):
             raise UserError(f"--{name} is for --cluster: --cards asks for memory alone, leave it out")
-    for size in args.micro_batch_size or []:
-        check_batch(args.global_batch or 32, size)
     return args
 
 
