@@ -5,8 +5,8 @@
 Each is step 16 with the flags that are most like the run's, as its first, second and last stage. A rank runs the
 micro-batches of two rounds of its pipeline, since each further round holds and takes the same; the schedule is played
 with all. A Llama has gated MLPs, the same experts in each layer, and no latent attention: those here have as many
-weights as the run's. DeepSeek-V3's shared expert is one more to choose, whose rows are not sent, and the ranks of a group
-of experts are neighbours, as they were there: a machine has eight of one stage.
+weights as the run's. DeepSeek-V3's shared expert is one more to choose, whose rows are not sent, and the ranks of a
+group of experts are neighbours, as they were there: a machine has eight of one stage.
 """
 
 import multiprocessing
