@@ -17,6 +17,15 @@ def sum_norm_gradients(model):
         if param.dim() == 1:
             all_reduce(model.gradient(param))  # right, with a message for each norm
 '''),
+    "conjugate": Versions(
+        wrong=[
+            Wrong("a reduce-scatter: tp times too large", "        return grad.chunk(",
+                  "        grad = grad.clone()\n        dist.all_reduce(grad)\n        return grad.chunk(",
+                  "reduce_scatter in backward are not the types V -> I"),
+            Wrong("each rank keeps the first rows", "[dist.get_rank()]", "[0]", "rank 1: 2 ranks"),
+            Wrong("all ranks' parts are averaged", "dist.get_rank()]", "dist.get_rank()] / dist.get_world_size()",
+                  "1/2 of it"),
+        ]),
     "annotate": Versions(
         wrong=[
             Wrong("norms are I with sequence parallelism, too", '"R" if sequence_parallel else "I"', '"I"',

@@ -50,13 +50,4 @@ VERSIONS = {
             Wrong("the maximum is forgotten", "torch.add if op == dist.ReduceOp.SUM else torch.maximum", "torch.add",
                   "the maximum"),
         ]),
-    "conjugate": Versions(
-        wrong=[
-            Wrong("a reduce-scatter: tp times too large", "        return grad.chunk(",
-                  "        grad = grad.clone()\n        dist.all_reduce(grad)\n        return grad.chunk(",
-                  "reduce_scatter in backward are not the types V -> I"),
-            Wrong("each rank keeps the first rows", "[dist.get_rank()]", "[0]", "rank 1: 2 ranks"),
-            Wrong("all ranks' parts are averaged", "dist.get_rank()]", "dist.get_rank()] / dist.get_world_size()",
-                  "1/2 of it"),
-        ]),
 }
