@@ -60,17 +60,18 @@ class Attempt:
     def function(self, source: StepSource | None = None, changes: tuple[str, ...] = ()):
         """The reader's function, or that of `source`, for exercises without ranks.
 
-        It gets copies of lists and dictionaries, which it may change. Of tensors it may change those named in `changes`.
+        It gets copies of lists and dictionaries, which it may change. Tensors stay as they are, but for `changes`.
         """
         found = getattr((source or self.theirs).load(), self.module)
         for part in self.name.split("."):
             found = getattr(found, part)
         if isinstance(found, type):
             return found
+        names = inspect.signature(found).parameters
 
         @functools.wraps(found)
         def with_copies(*args):
-            given = {name: (each, each.detach().clone()) for name, each in zip(inspect.signature(found).parameters, args)
+            given = {name: (each, each.detach().clone()) for name, each in zip(names, args)
                      if isinstance(each, torch.Tensor) and name not in changes}
             result = found(*(copy.deepcopy(each) if isinstance(each, (list, dict)) else each for each in args))
             for name, (each, before) in given.items():
@@ -80,11 +81,11 @@ class Attempt:
         return with_copies
 
     def checked(self, function: type) -> type:
-        """The same autograd Function of one tensor, but where it returns what autograd can't use, a sentence says so."""
+        """The same autograd Function of one tensor. Where it returns what autograd can't use, a sentence says so."""
         def forward(ctx, x):
             ctx.checked_input, y = x.detach(), function.forward(ctx, x)
-            self.require(isinstance(y, torch.Tensor), f"rank {dist.get_rank()}: forward returns {shorten(y)}, and not a "
-                         f"tensor{': is a return missing?' * (y is None)}")
+            self.require(isinstance(y, torch.Tensor), f"rank {dist.get_rank()}: forward returns {shorten(y)}, and not "
+                         f"a tensor{': is a return missing?' * (y is None)}")
             return y
 
         def backward(ctx, grad):
@@ -92,10 +93,11 @@ class Attempt:
             self.require(torch.equal(grad, given), f"rank {dist.get_rank()}: backward changes the tensor that it is "
                          "given. Autograd may use it elsewhere, too: work on a copy.")
             one = found[0] if isinstance(found, tuple) and len(found) == 1 else found
-            self.same(one, ctx.checked_input, "what backward returns", dist.get_rank(), torch.inf)  # its shape and dtype
+            self.same(one, ctx.checked_input, "what backward returns", dist.get_rank(), torch.inf)  # shape and dtype
             return found
 
-        return type(function.__name__, (function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        return type(function.__name__, (function,), methods)
 
     def world(self, size: int) -> World:
         """What runs so many ranks."""
@@ -206,6 +208,10 @@ class Attempt:
         items = list(itertools.islice(generator, most + 1))
         self.require(len(items) <= most, f"{what} yields more than {most} items, the last one {items[-1]}")
         return items
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def shorten(value: object) -> str:

@@ -4,12 +4,9 @@ import types
 
 import torch
 
+from attempt import random
 from catalogue import exercise
 from step_modules import StepSource
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @exercise("1", "model.Attention.forward", hints=(
@@ -92,7 +89,7 @@ def rotary(attempt):
         model.apply_rotary(*changed)
         attempt.require(all(map(torch.equal, changed, (x, cos, sin))), f"{situation}: the function changes x itself, "
                         "or the angles: make a new tensor")
-        before, after, grad = (torch.complex(*each.chunk(2, dim=-1)) for each in (x, got, grad))  # (B, heads, T, hd/2)
+        before, after, grad = (torch.complex(*each.chunk(2, dim=-1)) for each in (x, got, grad))  # (.., T, hd/2)
         angles = torch.complex(cos, sin)[:, : size // 2]
         wrong = (after - before * angles).abs() > 1e-9
         attempt.require(not wrong[:, :, 0].any(), f"{situation}: at position 0 all angles are 0, but x changes there")
@@ -135,7 +132,8 @@ def rms_norm_backward(attempt):
         x, grad = random(*shape).requires_grad_(), random(*shape, seed=2)
         norm(x).backward(grad)
         got = function(x.detach().clone(), norm.weight.detach().clone(), grad.clone(), eps)
-        attempt.require(isinstance(got, (tuple, list)) and len(got) == 2, "it has to return two tensors: grad_x, grad_weight")
+        attempt.require(isinstance(got, (tuple, list)) and len(got) == 2, "it has to return two tensors: grad_x, "
+                        "grad_weight")
         situation = f"for x of shape {list(shape)} and eps = {eps:g}"
         attempt.same(got[1], norm.weight.grad, f"the gradient of the weight {situation}")
         attempt.require(got[0] is not None, "the gradient of x is None")

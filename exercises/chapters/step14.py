@@ -2,6 +2,7 @@
 
 import torch
 
+from attempt import random
 from catalogue import exercise
 from counting_runs import llama
 
@@ -71,9 +72,6 @@ def conjugate(attempt):
     grad (N, D) is the gradient of the loss with respect to all rows. Return that with respect to this rank's (N/n, D).
     dist.get_rank() and dist.get_world_size() are rank and number of ranks n; there is only one group.
     """
-    def random(*shape: int, seed: int = 0) -> torch.Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
     with attempt.typed({"tp": 2}) as rank:  # observed before the numbers: a reduce-scatter is there in these types only
         gather_alike = attempt.function()
         found = next(iter(rank.observe(attempt.checked(gather_alike), (random(2, 3),)).values()), ("", ""))
@@ -120,7 +118,7 @@ def annotate(attempt):
     for more in ((), ("--sequence_parallel",)):
         flags, found = ("--tp_size", "2", *more), {name: answer(name, bool(more)) for name in names}
         for name, letter in found.items():
-            attempt.require(letter in ("R", "I", "V"), f"of {name} it returns {letter!r}, and not \"R\", \"I\" or \"V\": "
+            attempt.require(letter in ("R", "I", "V"), f'of {name} it returns {letter!r}, and not "R", "I" or "V": '
                             + ("P is a summand, and no weight is meant as a sum over the ranks" if letter == "P" else
                                "a type is one of these letters"))
         wrong = [name for name in names if found[name] != ours(name, bool(more))]

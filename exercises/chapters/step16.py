@@ -2,6 +2,7 @@
 
 import torch
 
+from attempt import random
 from catalogue import exercise
 from step_modules import StepSource
 
@@ -110,7 +111,7 @@ def missing_collective(attempt):
 
         spmd.assert_type(attempt.function()(*tensors.values(), f, g), {tp: I})
     for size, shape in ((2, (4, 8, 3, 12)), (3, (5, 3, 4, 6))):
-        rows, grad = random_block(*shape), random_block(*shape)["x"]
+        rows, grad = random_block(*shape), random(*shape[:2], seed=9)
         whole = {name: tensor.clone().requires_grad_() for name, tensor in rows.items()}
         expected = attempt.function(attempt.ours)(*whole.values(), lambda tensor: tensor, lambda tensor: tensor)
         expected.backward(grad)
@@ -133,14 +134,13 @@ def missing_collective(attempt):
             for what in reversed(right):  # whether it is there
                 attempt.same(got[what], right[what], f"with {size} ranks, the {what}", rank, torch.inf)
             attempt.same(got, right, f"{size} ranks, compared with one process", rank)
-    attempt.require(sent["f"] <= 4 * 8 + 4 and sent["g"] <= 4 * 8, f"for N = 4 and D = 8, f is given {sent['f']} numbers "
-                    f"and g {sent['g']}, where 36 and 32 are enough: what need not go through them?")
+    attempt.require(sent["f"] <= 4 * 8 + 4 and sent["g"] <= 4 * 8, f"for N = 4 and D = 8, f is given {sent['f']} "
+                    f"numbers and g {sent['g']}, where 36 and 32 are enough: what need not go through them?")
 
 
 def random_block(tokens: int, hidden: int, experts: int, width: int) -> dict[str, torch.Tensor]:
-    shapes = {"x": (tokens, hidden), "router": (hidden, experts), "up": (hidden, width), "down": (width, hidden)}
-    generator = torch.Generator().manual_seed(tokens)
-    return {name: torch.randn(shape, dtype=torch.float64, generator=generator) for name, shape in shapes.items()}
+    return {"x": random(tokens, hidden, seed=1), "router": random(hidden, experts, seed=2),
+            "up": random(hidden, width, seed=3), "down": random(width, hidden, seed=4)}
 
 
 def parts_of(block: dict[str, torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:

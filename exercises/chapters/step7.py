@@ -29,8 +29,9 @@ def watch_groups(attempt, communication: type) -> None:
     def watched(what: str, method, neighbours: str):
         def call(self, action, *tensor):
             is_new, self.group.kinds = action not in getattr(self, "receiving", ()), []
-            spread = [each.mT.contiguous().mT if getattr(each, "ndim", 0) > 1 else each for each in tensor]  # as a view is
-            method(self, action, *spread)
+            # tensors that are not contiguous, as a view may be
+            method(self, action, *(each.mT.contiguous().mT if getattr(each, "ndim", 0) > 1 else each
+                                   for each in tensor))
             right = self.group.kinds == [action.kind] or not is_new and not tensor
             nobody = getattr(self, neighbours, {}).get(action.kind) is None
             attempt.require(right or nobody, f"{what} of {action.kind}{action.microbatch} has to use "
