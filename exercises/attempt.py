@@ -57,25 +57,26 @@ class Attempt:
         self.sizes: set[int] = set()  # numbers of ranks that the check ran on
         self.module, self.name = module, exercise.name_in_module
 
-    def function(self, source: StepSource | None = None, changes: tuple[str, ...] = ()):
+    def function(self, source: StepSource | None = None, changes: tuple[int, ...] = ()):
         """The reader's function, or that of `source`, for exercises without ranks.
 
-        It gets copies of lists and dictionaries, which it may change. Tensors stay as they are, but for `changes`.
+        It gets copies of lists and dictionaries, which it may change. Tensors stay as they are, but for those at `changes`.
         """
         found = getattr((source or self.theirs).load(), self.module)
         for part in self.name.split("."):
             found = getattr(found, part)
         if isinstance(found, type):
             return found
-        names = inspect.signature(found).parameters
+        names = [*inspect.signature(found).parameters]
 
         @functools.wraps(found)
         def with_copies(*args):
-            given = {name: (each, each.detach().clone()) for name, each in zip(names, args)
-                     if isinstance(each, torch.Tensor) and name not in changes}
+            given = {i: each.detach().clone() for i, each in enumerate(args)
+                     if isinstance(each, torch.Tensor) and i not in changes}
             result = found(*(copy.deepcopy(each) if isinstance(each, (list, dict)) else each for each in args))
-            for name, (each, before) in given.items():
-                self.require(torch.equal(each, before), f"it changes `{name}`, which has to stay as it is")
+            for i, before in given.items():
+                which = f"`{names[i]}`" if len(names) == len(args) else f"its argument {i + 1}"
+                self.require(torch.equal(args[i], before), f"it changes {which}, which has to stay as it is")
             return result
 
         return with_copies

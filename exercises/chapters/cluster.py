@@ -132,7 +132,7 @@ def error_feedback(attempt):
         gradient = torch.randn(5, generator=generator) * torch.tensor([0.1, 0.4, 1.0, 3.0, 0.0]) + 0.3
         given = gradient.clone()
         part = feedback.send(gradient)
-        another.send(torch.full((3,), 0.3))  # of another tensor, which is none of this one's business
+        another.send(torch.full((5,), 0.3))  # of another tensor, which is none of this one's business
         attempt.require(torch.equal(given, gradient), f"step {step}: send() changes the gradient that it is given")
         attempt.same(part, part.round(), f"step {step}: what is sent, which has to come from quantise, in steps of 1")
         sent, total = sent + part, total + given

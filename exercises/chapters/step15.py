@@ -53,7 +53,7 @@ def merge(attempt):
                   "no keys in the second set": (scores, 6), "only one key in the second set": (scores, 5)}
     for what, (scores, cut) in situations.items():
         (out, lse), other = over(scores, slice(cut)), over(scores, slice(cut, None))
-        attempt.function(changes=("out", "lse"))(out, lse, *other)
+        attempt.function(changes=(0, 1))(out, lse, *other)
         for name, got, expected in zip(("out", "lse"), (out, lse), over(scores, slice(6))):
             attempt.same(got, expected, f"{what}: {name}", tolerance=1e-12)
 
