@@ -60,7 +60,7 @@ class Attempt:
     def function(self, source: StepSource | None = None, changes: tuple[int, ...] = ()):
         """The reader's function, or that of `source`, for exercises without ranks.
 
-        It gets copies of lists and dictionaries, which it may change. Tensors stay as they are, but for those at `changes`.
+        It gets copies of lists and dictionaries, which it may change. Tensors stay as they are, but at `changes`.
         """
         found = getattr((source or self.theirs).load(), self.module)
         for part in self.name.split("."):

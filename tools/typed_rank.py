@@ -81,12 +81,11 @@ class TypedRank(TypedGradients):
         self.enter_context(spmd.set_current_mesh(self.axes))
         self.originals = {name: getattr(dist, name) for name in (
             "all_reduce", "all_gather", "all_to_all_single", "batch_isend_irecv", "irecv", "recv")}
-        reduce_scatters = [name for name in dir(dist) if name.startswith("reduce_scatter")]
         isend = spmd.no_typecheck(dist.isend)
         self.enter_context(mock.patch.multiple(
             dist, get_backend=lambda group=None: "gloo", init_process_group=mock.Mock(), isend=isend,
             send=spmd.no_typecheck(dist.send), **{name: getattr(self, name) for name in self.originals},
-            **dict.fromkeys(reduce_scatters, self.reduce_scatter)))
+            **{name: self.reduce_scatter for name in dir(dist) if name.startswith("reduce_scatter")}))
         self.enter_context(mock.patch.multiple(dist.distributed_c10d, isend=isend, irecv=dist.irecv))  # P2POp asks
         self.enter_context(mock.patch.multiple(
             torch.nn.utils, get_total_norm=self.total_norm,

@@ -151,8 +151,8 @@ def error_feedback(attempt):
     for step in range(2000):  # the first weight's gradient is noise; alone, quantise() rounds the others to zero
         gradient = weights - target + torch.tensor([1000.0 * (-1) ** step, 0, 0, 0])
         part = feedback.send(gradient)
-        attempt.require(len(given_back) == step + 1 and torch.equal(part, given_back[-1].to(part.dtype)), "with another "
-                        "quantise(), send() returns something else than what that makes of one tensor")
+        attempt.require(len(given_back) == step + 1 and torch.equal(part, given_back[-1].to(part.dtype)), "with a "
+                        "quantise() that is not torch.round, send() returns something else than it does")
         weights = weights - 0.02 * part
     error = (weights - target)[1:].abs().max().item()
     attempt.require(error < 0.3, f"SGD with a coarse quantisation ends {error:.2f} from the optimum, not within 0.3")

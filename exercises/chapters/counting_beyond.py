@@ -8,7 +8,7 @@ from counting_ranks import DP_TP, played
 from counting_runs import count_of
 
 FSDP = [dict(DP_TP, hidden=hidden, width=width) for hidden, width in ((16, 24), (32, 16))]
-SMALL = [count_of(dict(DP_TP, layers=layers)) for layers in (1, 2, 3)]
+SMALL = [count_of(dict(DP_TP, layers=layers)) for layers in (1, 2, 3, 4)]
 
 
 @counts("9", "units of time", hints=(
@@ -51,8 +51,8 @@ def unlike_pipelines_units(attempt, pipelines):
     "Each rank has all weights, since forward needs them.",
     "Of the gradients that the optimizer reads, and of its two moments, a rank has its share.",
     "4 num_parameters + (4 + 8) num_parameters / replicas."),
-    sizes=[dict(num_parameters=SMALL[0], replicas=16),
-           *(dict(num_parameters=number, replicas=n) for number in SMALL for n in (2, 4, 8))], mistakes=[
+    sizes=[dict(num_parameters=number, replicas=n) for number in SMALL for n in (2, 4, 8)[: 3 - (number > SMALL[1])]],
+    mistakes=[
     ("4 * num_parameters +", "4 * num_parameters / replicas +", "that is --zero 3: with 1 and 2 each rank has all "
      "weights"),
     ("4 * num_parameters + 12", "8 * num_parameters + 8", "8 + 8/N is --zero 1, which leaves all gradients on each "

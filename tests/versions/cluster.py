@@ -53,7 +53,7 @@ def encode(x, dtype):
             Wrong("the sign is wrong", "self.left_over = wanted - sent", "self.left_over = sent - wanted",
                   "the sum of what was sent"),
             Wrong("quantise() is torch's round", "sent = self.quantise(wanted)", "sent = wanted.round()",
-                  "with another quantise()"),
+                  "that is not torch.round"),
             Wrong("all tensors share one", "        self.left_over = wanted - sent\n",
                   "        type(self).left_over = wanted - sent\n        vars(self).pop(\"left_over\", None)\n",
                   "the sum of what was sent"),
