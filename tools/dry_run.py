@@ -97,7 +97,7 @@ def table(found: dict) -> str:
         phase += f", in {found['peak_in']}" * (phase == "at the peak")
         sizes = sum(held.values()), *(held[kind] for kind in KINDS)
         lines.append(f"{phase:32}" + "".join(f"{size / 1e9:13.3f}" for size in sizes))
-    lines += ["", f"{'axis':6}{'what':20}{'times':>7}{'GB sent':>10}{'largest MB':>12}  with ranks"]
+    lines += ["", f"{'axis':6}{'what':20}{'times':>7}{'GB sent':>10}{'MB at once':>12}  with ranks"]
     lines += [f"{row['axis']:6}{row['what']:20}{row['count']:7}{row['bytes'] / 1e9:10.3f}{row['largest'] / 1e6:12.3f}  "
               f"{name_of(tuple(row['with']))}" for row in found["sent"]]
     if actions := found["actions"]:
