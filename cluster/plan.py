@@ -28,7 +28,7 @@ from planning.schedules import SCHEDULES
 from planning.search import find_plans
 from ranks.errors import one_error_of_all
 from ranks.files import replace
-from ranks.join import meet
+from ranks.join import meet, require_one_dtype
 from ranks.memory import USABLE_MEMORY
 from ranks.placement import from_home, is_home
 from utils import TINY_LLAMA, ArgumentParser, UserError, number, positive_int
@@ -101,6 +101,7 @@ def measure(args) -> None:
             setattr(args, name, value)
     args.seed = 0  # does not matter here
     device, dtype = meet(args)
+    require_one_dtype(dtype)
     from_home(lambda: [check_writable("--measure", args.measure), check_writable("--out", args.out)])
     made = make_model(args, dtype)
     wanted = tuple(args.micro_batch_size or MICRO_BATCH_SIZES)

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import inspect
 import itertools
 import pathlib
 import traceback
@@ -56,22 +57,48 @@ class Attempt:
         self.sizes: set[int] = set()  # numbers of ranks that the check ran on
         self.module, self.name = module, exercise.name_in_module
 
-    def function(self, source: StepSource | None = None):
+    def function(self, source: StepSource | None = None, changes: tuple[int, ...] = ()):
         """The reader's function, or that of `source`, for exercises without ranks.
 
-        It gets copies of lists and dictionaries, which it may change. Tensors are the caller's: some are to be changed.
+        It gets copies of lists and dictionaries, which it may change. Tensors stay as they are, but at `changes`.
         """
         found = getattr((source or self.theirs).load(), self.module)
         for part in self.name.split("."):
             found = getattr(found, part)
         if isinstance(found, type):
             return found
+        names = [*inspect.signature(found).parameters]
 
         @functools.wraps(found)
         def with_copies(*args):
-            return found(*(copy.deepcopy(each) if isinstance(each, (list, dict)) else each for each in args))
+            given = {i: each.detach().clone() for i, each in enumerate(args)
+                     if isinstance(each, torch.Tensor) and i not in changes}
+            result = found(*(copy.deepcopy(each) if isinstance(each, (list, dict)) else each for each in args))
+            for i, before in given.items():
+                which = f"`{names[i]}`" if len(names) == len(args) else f"its argument {i + 1}"
+                self.require(torch.equal(args[i], before), f"it changes {which}, which has to stay as it is")
+            return result
 
         return with_copies
+
+    def checked(self, function: type) -> type:
+        """The same autograd Function of one tensor. Where it returns what autograd can't use, a sentence says so."""
+        def forward(ctx, x):
+            ctx.checked_input, y = x.detach(), function.forward(ctx, x)
+            self.require(isinstance(y, torch.Tensor), f"rank {dist.get_rank()}: forward returns {shorten(y)}, and not "
+                         f"a tensor{': is a return missing?' * (y is None)}")
+            return y
+
+        def backward(ctx, grad):
+            given, found = grad.clone(), function.backward(ctx, grad)
+            self.require(torch.equal(grad, given), f"rank {dist.get_rank()}: backward changes the tensor that it is "
+                         "given. Autograd may use it elsewhere, too: work on a copy.")
+            one = found[0] if isinstance(found, tuple) and len(found) == 1 else found
+            self.same(one, ctx.checked_input, "what backward returns", dist.get_rank(), torch.inf)  # shape and dtype
+            return found
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        return type(function.__name__, (function,), methods)
 
     def world(self, size: int) -> World:
         """What runs so many ranks."""
@@ -139,7 +166,8 @@ class Attempt:
 
     def same_tensor(self, got, expected: torch.Tensor, what: str, tolerance: float) -> None:
         if not isinstance(got, torch.Tensor):
-            missing = ": is a return missing?" if got is None else ""
+            missing = "" if got is not None else (": is a return missing?" if "gradient of" not in what else
+                                                  ": is it left out, or detached on the way to the result?")
             raise Wrong(f"{what} is {shorten(got)}, but has to be a tensor of shape {list(expected.shape)}{missing}")
         if got.shape != expected.shape:
             raise Wrong(f"{what} has shape {list(got.shape)}, but has to have {list(expected.shape)}")
@@ -183,8 +211,12 @@ class Attempt:
         return items
 
 
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
 def shorten(value: object) -> str:
-    text = str(value)
+    text = " ".join(str(value).split())
     return text if len(text) <= 160 else f"{text[:150]} ... ({len(text)} characters)"
 
 

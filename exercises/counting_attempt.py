@@ -7,7 +7,8 @@
 
 A mistake is our solution (counting.py) with the text `old` replaced by `new`. An answer that gives this version's
 numbers for all sizes is told what the mistake `says`; one that is a usual multiple of what is right, what RATIOS says;
-and one that makes two of the mistakes, both.
+one that is wrong by the factor of an argument, which; and one that makes two of the mistakes, both. Where only some
+sizes are wrong, such as those of one of several numbers, these are looked at alone if all of them together say nothing.
 """
 
 import functools
@@ -37,7 +38,8 @@ class Count(NamedTuple):
 COUNTS: dict[str, Count] = {}
 BYTES = {2: "twice: have you counted the send and the receive, or 8 bytes a number?", 0.5: "half: have you counted one "
          "direction of two, or 2 bytes a number? A float32 has 4.", 0.25: "numbers, not bytes: a float32 has 4 of them",
-         4: "four times: have you multiplied by the bytes of a number twice?", 8: "bits, not bytes",
+         4: "four times: have you multiplied by the bytes of a number twice? Or are these all 16 bytes of a parameter, "
+         "with its gradient and AdamW's moments?", 8: "bits, not bytes",
          1e-6: "MB: give bytes", 1e-9: "GB: give bytes", 2**-20: "MiB: give bytes", 2**-30: "GiB: give bytes"}
 FLOPS = {0.5: "half: a multiplication and an addition are two FLOPs", 2: "twice: each multiplication and each addition "
          "counts once", 1 / 3: "the forward pass only: backward takes twice as many", 2 / 3: "the backward pass only",
@@ -123,18 +125,32 @@ def of_all(wrong: int, total: int) -> str:
 
 def named(attempt, count: Count, got: list, measured: list) -> str:
     """What to say about the answers `got`: the mistake, or the two, that give these for all sizes, if we know any."""
-    def same(mistakes: tuple) -> bool:
+    rows = list(zip(count.sizes, got, measured))
+    wrong = [row for row in rows if not near(row[1], row[2], count.unit)]
+    return said_of(attempt, count, rows) or (said_of(attempt, count, wrong) if 1 < len(wrong) < len(rows) else "")
+
+
+def said_of(attempt, count: Count, rows: list[tuple[dict, float, float]]) -> str:
+    """The same of these rows: a size, the answer, and what is measured."""
+    def same(*mistakes: tuple) -> bool:
         version = mistaken(attempt.place.source(), attempt.name, mistakes)
-        return version is not None and all(near(one, version(**size)) for one, size in zip(got, count.sizes))
+        return version is not None and all(near(one, version(**size)) for size, one, _ in rows)
+
+    def times(factor: Callable[[dict], float]) -> bool:
+        return all(abs(one - factor(size) * other) <= 1e-6 * abs(factor(size) * other) for size, one, other in rows)
 
     for mistake in count.mistakes:
-        if same((mistake,)):
+        if same(mistake):
             return mistake[2]
     for ratio, says in RATIOS[count.unit].items():
-        if all(abs(one - ratio * other) <= 1e-6 * abs(ratio * other) for one, other in zip(got, measured)):
+        if times(lambda size: ratio):
             return says
+    for name, value in count.sizes[0].items():
+        for power, says in ((1, "large"), (-1, "small")) if isinstance(value, (int, float)) and value else ():
+            if times(lambda size: size[name] ** power):
+                return f"too {says} by the factor `{name}`"
     for first, second in itertools.combinations(count.mistakes, 2):
-        if same((first, second)):
+        if same(first, second):
             return f"{first[2]}\n{second[2]}"
     return ""
 

@@ -77,8 +77,8 @@ class Recorder:
     def add_hooks(self) -> list:
         """Of each model and of some of its layers. A compiled graph is left as it is."""
         everything, hooks = [each for model in self.modules for each in model.modules()], []
-        is_compiled = any(hasattr(each, "_orig_mod") or each._compiled_call_impl for each in everything)
-        for each in [each for each in self.modules if each._compiled_call_impl is None]:
+        is_compiled = any(hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", 0) for each in everything)
+        for each in [each for each in self.modules if not getattr(each, "_compiled_call_impl", 0)]:
             hooks += [each.register_forward_pre_hook(self.before_forward, with_kwargs=True),
                       each.register_forward_hook(self.after_forward, always_call=True)]
         leaves = [each for each in everything if getattr(each, "weight", None) is not None]

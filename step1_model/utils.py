@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import json
 import math
 import os
@@ -22,6 +23,7 @@ CONFIG_FIELDS = {
     "head_dim", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "initializer_range", "hidden_act",
     "attention_bias", "mlp_bias",
 }
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the disk is full, or what this user or a file may take of it
 
 
 class UserError(ValueError):
@@ -45,17 +47,19 @@ class ArgumentParser(argparse.ArgumentParser):
 def one_clear_error(out_of_memory: str = "choose a smaller model"):
     """Wraps main(): a UserError ends the program with its message and exit code 2, and Ctrl-C ends it at once.
 
-    Where memory runs out, the message ends with the remedy `out_of_memory`. Any other exception is a fault of the
-    program and keeps its traceback.
+    Where memory runs out, the message ends with the remedy `out_of_memory`; where a disk is full, it says so. Any other
+    exception is a fault of the program and keeps its traceback.
     Python's own handler of Ctrl-C waits for the main thread, which may be waiting in C++ code. The system's default
     action does not wait.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
-    except (UserError, RuntimeError) as error:
+    except (UserError, RuntimeError, OSError) as error:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # of a GPU, of the CPU
             error = f"out of memory ({str(error).splitlines()[0]}): {out_of_memory}"
+        elif isinstance(error, OSError) and error.errno in NO_ROOM:
+            error = f"can't write {error.filename or 'what is printed'} ({error.strerror}): make room there"
         elif not isinstance(error, UserError):
             raise
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -80,15 +84,20 @@ positive_float = number(float, lambda value: value > 0, "a number above 0")
 def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     """The one place where the flags --device and --dtype become a device and a dtype.
 
-    `auto` is CUDA where there is a GPU, and bfloat16 on CUDA, float32 on the CPU.
+    `auto` is CUDA where there is a GPU, and bfloat16 on GPUs that have it in hardware, else float32: a T4, V100, GTX
+    10xx or RTX 20xx computes bfloat16 many times slower.
     Raises UserError where CUDA is asked for and absent.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda, but torch sees no GPU: use --device cpu, or install a CUDA build of torch")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return torch.device(device), torch.float32 if dtype == "auto" else getattr(torch, dtype)
     if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
+        dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+        if dtype == "float32":
+            print(f"{torch.cuda.get_device_name()} has no bfloat16 in hardware: --dtype auto is float32", flush=True)
     return torch.device(device), getattr(torch, dtype)
 
 

@@ -13,7 +13,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from utils import UserError, peak_memory_gb, to_readable_format
+from utils import UserError, peak_memory_gb, to_readable_format, writing
 
 
 class RunLogger:
@@ -35,12 +35,13 @@ class RunLogger:
         folder = os.path.join(args.log_dir, args.run_name)
         self.metrics = open_metrics(folder)
         config = {**vars(args), "topology": grid.topology}
-        with open(os.path.join(folder, "config.json"), "w") as file:
+        with writing(path := os.path.join(folder, "config.json")), open(path, "w") as file:
             json.dump(config, file, indent=2)
-        self.wandb = start_wandb(f"{args.run_name}_{grid}", config, folder) if args.use_wandb else None
+        with writing(folder):
+            self.wandb = start_wandb(f"{args.run_name}_{grid}", config, folder) if args.use_wandb else None
 
     def log(self, step: int, loss: float, grad_norm: float, learning_rate: float, seconds: float, **more) -> None:
-        """Records optimizer step `step`, counted from 1. All ranks call it. Raises UserError for a loss of NaN."""
+        """Records optimizer step `step`, counted from 1. All ranks call it. Raises UserError for NaN, a full disk."""
         if step < 3 or step % 10 == 0:  # not in each step: it costs time
             self.memory = torch.tensor(peak_memory_gb(), device="cuda" if dist.get_backend() == "nccl" else "cpu")
             dist.all_reduce(self.memory, dist.ReduceOp.MAX)  # some ranks hold more
@@ -53,7 +54,8 @@ class RunLogger:
                "trained_tokens": step * self.tokens_per_step, "tokens_per_second": self.tokens_per_step / seconds,
                "tokens_per_second_per_rank": self.tokens_per_step / seconds / self.world_size,
                "memory_gb": self.memory.item(), "step_seconds": seconds, **more}
-        self.metrics.write(json.dumps(row) + "\n")
+        with writing(self.metrics.name):  # a run whose records are lost is not worth its time: it ends
+            self.metrics.write(json.dumps(row) + "\n")
         if self.wandb:
             self.wandb.log(row, step=step)
         tokens, speed, per_rank = (to_readable_format(row[name]) for name in (

@@ -30,7 +30,7 @@ def parse_args():
     parser.add_argument("--tokenizers_parallelism", choices=["true", "false"], default="true", help="encode in threads")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default="auto",
-                        help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU")
+                        help="of the activations; auto is bfloat16 where the GPU has it, else float32")
     parser.add_argument("--compile", action="store_true", help="torch.compile the decoder layers")
     parser.add_argument("--timeout", type=positive_float, default=600, help="seconds that ranks wait for each other")
     # Model

@@ -42,14 +42,20 @@ class RowParallelOfWholeInput(RowParallel):
 
 
 class SharedByHeads(nn.Module):
-    """A norm (B, T, heads/tp, hd) -> the same, whose weight (hd) all heads share: its gradient is summed over tp."""
+    """A norm (B, T, heads/tp, hd) -> the same, whose weight (hd) all heads share: its gradient is summed over tp. Or an
+    activation (B, T, width/tp), whose parameters are those of the whole width."""
 
-    def __init__(self, norm: nn.Module):
+    def __init__(self, module: nn.Module):
         super().__init__()
-        self.norm, self.weight = (norm,), norm.weight  # in a tuple, so that the weight keeps its name
+        self.module = (module,)  # in a tuple, so that parameters and buffers keep their names
+        for name, param in module.named_parameters():
+            self.register_parameter(name, param)
+        for name, buffer in module.named_buffers():
+            self.register_buffer(name, buffer)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.func.functional_call(self.norm[0], {"weight": Copy.apply(self.weight)}, (x,))
+        shared = {name: Copy.apply(param) for name, param in self.named_parameters()}
+        return torch.func.functional_call(self.module[0], shared | dict(self.named_buffers()), (x,))
 
 
 # The functions below change a module in place and return it. Its own forward then computes this rank's part.
@@ -73,12 +79,14 @@ def divide_heads(attention: nn.Module) -> nn.Module:
 
 
 def column(layer: nn.Module, fused: int = 1) -> nn.Module:
-    """Splits the outputs of an nn.Linear or a Conv1D, (..., out/tp), in whose weight `fused` matrices lie side by side.
+    """Splits the outputs of an nn.Linear or a Conv1D, (..., out/tp), in whose weight `fused` matrices lie side by side,
+    or a norm with a weight for each head (heads/tp, hd).
 
     f is not in front of it, but of the block, once for all layers that read its input.
     """
     is_conv = hasattr(layer, "nf")
-    layer.tp_dims, layer.tp_fused = {"weight": int(is_conv), "bias": 0}, {"weight": fused, "bias": fused}
+    layer.tp_dims = {name: int(is_conv and name == "weight") for name, _ in layer.named_parameters()}
+    layer.tp_fused = dict.fromkeys(layer.tp_dims, fused)
     keep_split_parameters(layer, layer)
     if is_conv:
         layer.nf = layer.weight.size(1)
@@ -106,10 +114,11 @@ def split_experts(experts: nn.Module) -> nn.Module:
     return experts
 
 
+SHARED = "replicated_with_grad_allreduce"
 STYLES = {
     "colwise": column, "colwise_qkv": partial(column, fused=3), "colwise_gather_output": column_with_whole_output,
     "rowwise": RowParallel, "rowwise_split_input": RowParallelOfWholeInput,
-    "replicated_with_grad_allreduce": SharedByHeads, "moe_tp_experts": split_experts, "heads": divide_heads,
+    SHARED: SharedByHeads, "moe_tp_experts": split_experts, "heads": divide_heads,
 }
 PLANS = {  # class of a decoder layer whose model has no plan -> a plan for it
     "DecoderLayer": {"attention.q_proj": "colwise", "attention.k_proj": "colwise", "attention.v_proj": "colwise",
@@ -120,6 +129,13 @@ PLANS = {  # class of a decoder layer whose model has no plan -> a plan for it
     "OPTDecoderLayer": {"self_attn": "heads", "self_attn.q_proj": "colwise", "self_attn.k_proj": "colwise",
                         "self_attn.v_proj": "colwise", "self_attn.out_proj": "rowwise", "fc1": "colwise",
                         "fc2": "rowwise"},
+}
+LEFT_OUT = {  # class of a decoder layer -> what its model's plan leaves out between column- and row-parallel layers
+    "PhiDecoderLayer": dict.fromkeys(("self_attn.q_layernorm", "self_attn.k_layernorm"), SHARED),
+    "Glm4MoeDecoderLayer": dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), SHARED),
+    "ApertusDecoderLayer": {"mlp.act_fn": SHARED},
+    "Apertus1p5TextDecoderLayer": {"mlp.act_fn": SHARED},
+    "CohereDecoderLayer": {"self_attn.q_norm": "colwise", "self_attn.k_norm": "colwise"},  # a weight for each head
 }
 SIZES = ("num_attention_heads", "num_attention_heads_per_layer", "num_key_value_heads", "intermediate_size", "ffn_dim",
          "n_inner")  # what is split
@@ -132,8 +148,8 @@ def replacements(model: nn.Module, layer: nn.Module) -> list[tuple[str, Callable
     there is no plan, or it has a style that we don't have, or is silent about a parameter of a block that is split.
     """
     plan = getattr(model.config, "base_model_tp_plan", None) or {}
-    styles = entry_of(PLANS, layer) or {
-        place.removeprefix("layers.*."): style for place, style in plan.items() if place.startswith("layers.*.")}
+    own = {place.removeprefix("layers.*."): style for place, style in plan.items() if place.startswith("layers.*.")}
+    styles = entry_of(PLANS, layer) or own and {**(entry_of(LEFT_OUT, layer) or {}), **own}
     modules, params = dict(layer.named_modules()), dict(layer.named_parameters())
     experts = tuple(f"{place}." for place, style in styles.items() if style == "moe_tp_experts")
     styles = {place: style for place, style in styles.items()
@@ -143,8 +159,8 @@ def replacements(model: nn.Module, layer: nn.Module) -> list[tuple[str, Callable
     blocks = {place.rpartition(".")[0] or place for place in columns}
     unknown += [f"no style of {name}" for name in params if name.startswith(tuple(f"{block}." for block in blocks))
                 and not name.startswith(tuple(f"{place}." for place in styles))]
-    unknown += [f"{style} of {place}, with a bias" for place, style in styles.items()
-                if STYLES.get(style) is SharedByHeads and getattr(modules.get(place), "bias", None) is not None]
+    unknown += [f"{style} of {place}, with modules of its own" for place, style in styles.items()
+                if style == SHARED and place in modules and [*modules[place].children()]]
     unknown += [f"{style} of {place}, beside colwise" for place, style in styles.items()
                 if style in ("colwise_gather_output", "rowwise_split_input") and place.rpartition(".")[0] in blocks]
     if unknown or not styles:

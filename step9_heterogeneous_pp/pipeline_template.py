@@ -11,9 +11,12 @@ What the model has behind its base model follows, such as `lm_head`, `score` or 
 that every layer uses (`rotary_emb`) are not listed: each stage keeps them.
 """
 
+import contextlib
 import inspect
+import re
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.nn as nn
@@ -23,6 +26,34 @@ from utils import UserError
 
 class Unsupported(UserError, NotImplementedError):
     """A model that step 9 cannot cut, or not in the way that was asked for."""
+
+    def __str__(self) -> str:
+        return super().__str__() + newer_than_tried("transformers")
+
+
+# Packages of which more is used than they promise to keep: the oldest and the newest version that was tried.
+TRIED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.24"), "peft": ("0.18", "0.21"),
+         "bitsandbytes": ("0.50", "0.50")}
+
+
+def newer_than_tried(package: str) -> str:
+    """The end of an error that may be due to the version of a package. Empty for one that was tried, or not imported.
+    """
+    version = getattr(sys.modules.get(package), "__version__", "0")
+    newest, found = ([int(number) for number in re.findall(r"\d+", text)[:2]] for text in (TRIED[package][1], version))
+    if found <= newest:
+        return ""
+    return f" ({package}: this version, {version}, is newer than those tried ({' to '.join(TRIED[package])}))"
+
+
+@contextlib.contextmanager
+def names_of(package: str) -> Iterator[None]:
+    """Around what uses names that the package does not promise to keep. Raises UserError where they have changed."""
+    try:
+        yield
+    except (ImportError, AttributeError, TypeError) as error:
+        raise UserError(f"{package} no longer has what is used of it ({error}): pip install -c constraints.txt "
+                        f"{package}{newer_than_tried(package)}") from error
 
 
 FAMILIES = {  # base models without a plan: their modules in the order of forward, the list of layers among them
@@ -36,7 +67,7 @@ FAMILIES = {  # base models without a plan: their modules in the order of forwar
 
 ALIKE_FOR_ALL_LAYERS = {  # arguments of a layer: its input, and what each stage makes of the batch
     "self", "args", "kwargs", "hidden_states", "input_ids", "attention_mask", "conv_mask", "position_ids",
-    "past_key_values", "layer_past", "use_cache", "output_attentions", "cache_position", "attention_scaling",
+    "cache", "past_key_values", "layer_past", "use_cache", "output_attentions", "cache_position", "attention_scaling",
     "position_embeddings",
 }
 

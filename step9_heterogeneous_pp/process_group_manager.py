@@ -13,6 +13,7 @@ A group for gradients holds the owners of a module: where the stages hold 3, 3, 
 [2, 6] and [3, 7], and layer 5 is on [2, 8] and [3, 9]. In step 8, all pipelines have the same number of stages.
 """
 
+import atexit
 import contextlib
 import datetime
 import json
@@ -78,15 +79,15 @@ class ProcessGroupManager:
 
         None where this rank is not there, or the place is the only one.
         """
-        mine = None
-        for tp_rank in range(self.tp_world_size if len(places) > 1 else 0):
-            ranks = tuple(sorted({self.ranks[dp][pp, tp_rank].item() for dp, pp in places}))
-            if ranks not in self.groups:
-                self.groups[ranks] = dist.new_group(ranks, timeout)
-                if self.global_rank in ranks and dist.get_backend() == "nccl":  # connects at its first use, and blocks
-                    dist.all_reduce(torch.zeros(1, device="cuda"), group=self.groups[ranks])
-            mine = self.groups[ranks] if self.global_rank in ranks else mine
-        return mine
+        ranks = tuple(sorted({self.ranks[dp][pp, self.tp_rank].item() for dp, pp in places}))
+        if len(ranks) < 2:
+            return None
+        if ranks not in self.groups:
+            members = ranks if self.global_rank in ranks else [self.global_rank]  # so that all make as many
+            self.groups[ranks] = dist.new_group(members, timeout, use_local_synchronization=True)
+            if dist.get_backend() == "nccl":  # connects at its first use, and blocks
+                dist.all_reduce(torch.zeros(1, device="cuda"), group=self.groups[ranks])
+        return self.groups[ranks] if self.global_rank in ranks else None
 
     def __str__(self) -> str:
         stages = "+".join(str(len(block)) for block in self.ranks)
@@ -119,9 +120,32 @@ def init_process_group(backend: str, timeout_seconds: float = 600, flags: dict |
     if unlike or store.add("alike", 1) == world_size:  # a rank that differs, or the last of all: the others wait for it
         store.set("difference", "".join(unlike[:1]))
     if difference := store.get("difference").decode():
+        def wait_for_readers() -> None:  # the store may end with rank 0, and a rank that comes late would wait for it
+            with contextlib.suppress(RuntimeError):  # it has ended
+                if store.add("have read it", 1) == world_size:
+                    store.set("all have read it", "")
+                store.wait(["all have read it"], timeout)
+
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of its machine: it says what differs before it waits
+        atexit.register(wait_for_readers) if is_first else wait_for_readers()
         raise UserError(f"ranks were started with different flags: {difference}: give all ranks the same")
     dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size,
                             timeout=timeout)
+
+
+def require_equal_counts() -> None:
+    """Raises UserError, on all ranks, where they are in unlike numbers of process groups. Collective.
+
+    torch names a group after its ranks and after the number of groups that the rank is in. Where these numbers differ,
+    the members of the next group wait for each other under different names. So whenever some ranks make a group, each
+    of the others makes one, too, if only of itself.
+    """
+    count = len(dist.distributed_c10d._world.pg_names)
+    own = torch.tensor([count, -count], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(extremes := own.clone(), dist.ReduceOp.MAX)
+    if not (extremes == own).all():
+        raise UserError(f"some ranks are in {-extremes[1]} process groups, others in {extremes[0]}: all have to make "
+                        "equally many, so let each rank that a group leaves out make a group of its own")
 
 
 @contextlib.contextmanager
@@ -147,6 +171,8 @@ def together(group: dist.ProcessGroup | None = None):
 
 def setup_process_group_manager(stages_per_pipeline: list[int], tp_size: int) -> None:
     global process_group_manager
+    require_equal_counts()  # with what this process has made before
     process_group_manager = ProcessGroupManager(stages_per_pipeline, tp_size)
+    require_equal_counts()
     if dist.get_rank() == 0:
         print(process_group_manager.describe(), flush=True)

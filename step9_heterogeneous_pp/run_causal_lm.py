@@ -5,6 +5,7 @@
     torchrun --nproc_per_node 2 run_causal_lm.py --model_name_or_path ../assets/tiny_llama --random_weights --tp_size 2
 """
 
+from pipeline_template import newer_than_tried
 from run_common import make_hugging_face
 from train import Task, main
 from utils import UserError, one_clear_error, read_config
@@ -17,7 +18,7 @@ def make_causal_lm(args, plugin) -> Task:
 
     if model_type not in CLASSES:
         raise UserError(f"--model_name_or_path {args.model_name!r} is a {model_type}, and transformers has no causal "
-                        "language model of this type: use one that writes text")
+                        f"language model of this type: use one that writes text{newer_than_tried('transformers')}")
     return make_hugging_face(args, CLASSES[model_type], {})
 
 

@@ -26,7 +26,7 @@ import torch.nn as nn
 from safetensors import SafetensorError, safe_open
 
 from pipeline_stage import PipelineStage
-from pipeline_template import Unsupported
+from pipeline_template import Unsupported, names_of
 from tensor_parallel import split_parameter
 from utils import UserError
 
@@ -146,6 +146,7 @@ def load_weights(stage: PipelineStage, source: Mapping[str, torch.Tensor] | str,
     model.load_state_dict(values, strict=False, assign=True)
 
 
+@names_of("transformers")
 def by_our_names(source: Mapping, stage: PipelineStage) -> dict[str, Callable]:
     """The source by the names of the model's parameters. Of a mixture of experts, files have each expert by itself."""
     model = stage.model
@@ -167,7 +168,10 @@ def by_our_names(source: Mapping, stage: PipelineStage) -> dict[str, Callable]:
             parts.setdefault(ours, []).append((ours, name, pattern, functools.partial(read, source[name])))
     for name, collected in parts.items():
         converter = next(converter for converter in converters if collected[0][2] in converter.source_patterns)
-        found[name] = functools.partial(join, converter, name, collected, model)
+        first = converter.target_patterns[0]
+        for target in converter.target_patterns:  # several, where files have several parameters as one
+            own = name.replace(first, target)
+            found[own] = functools.partial(join, converter, name, own, collected, model)
     return found
 
 
@@ -175,16 +179,19 @@ def read(full) -> torch.Tensor:
     return (full() if callable(full) else full)[...]
 
 
-def join(converter, name: str, parts: list[tuple], model: nn.Module) -> torch.Tensor:
-    """One parameter out of several of the files, as transformers joins them, in memory of its own."""
+@names_of("transformers")
+def join(converter, name: str, own: str, parts: list[tuple], model: nn.Module) -> torch.Tensor:
+    """The parameter `own` out of several of the files, or of one, as transformers joins or divides them, in memory of
+    its own. `name`: that by which the converter knows all of them."""
     converter = copy.deepcopy(converter)
     for part in parts:
         converter.add_tensor(*part)
-    value = converter.convert(name, model=model, config=model.config)[name]
+    value = converter.convert(name, model=model, config=model.config)[own]
     value = value[0] if isinstance(value, list) else value
     return value if len(parts) > 1 else value.clone()
 
 
+@names_of("transformers")
 def make_buffers(model: nn.Module, device: torch.device | str, known: Mapping) -> None:
     """Computes the buffers that are still on the meta device: rotary frequencies, position ids.
 

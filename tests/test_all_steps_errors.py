@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import uuid
@@ -108,6 +109,65 @@ sys.argv = [str(word) for word in sys.argv]
     first, second = ("[[1, 1]]", "[[2]]") if step == 9 else values
     expected = [f"{flag} is {first} on rank 0, but {second} on rank 1"]
     ends_as_it_should(tmp_path, done.returncode, done.stderr, expected)
+
+
+@pytest.mark.parametrize("step", [2, 9])
+def test_a_rank_that_comes_late_hears_of_unlike_flags(run_code, step):
+    """Rank 0 has the store, as where each host was started by hand: it stays until all have read what differs."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    done = run_code(step, 3, """
+import os, time
+import process_group_manager as pgm
+os.environ["MASTER_PORT"], rank = sys.argv[1], int(os.environ["RANK"])
+del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+time.sleep(2 * (rank == 2))
+try:
+    pgm.init_process_group("gloo", 20, {"seed": rank % 2})
+except pgm.UserError as error:
+    print(error)
+""", port, timeout=SECONDS)
+    assert done.stdout.count("different flags: --seed is 0 on rank 0, but 1 on rank 1: give all ranks the same\n") == 3
+
+
+@pytest.mark.parametrize("step, ranks, args, name", [
+    (2, 2, ["--dp_size", 2], "config.json"), (3, 1, [], "metrics.jsonl"),
+    (6, 2, ["--dp_size", 2, "--profile_batch", 2], "timeline_batch2_all.json"),
+    (8, 2, ["--pp_size", 2], "metrics.jsonl"),
+    (9, 1, ["--profile_batch", 2], "timeline_batch2_all.json"), (16, 1, [], "config.json")])
+def test_a_full_disk(tmp_path, step, ranks, args, name):
+    """Of which one rank hears, perhaps in the middle of a run. It says so; the others, which lose it, say nothing."""
+    path = tmp_path / "runs" / "full" / name
+    path.parent.mkdir(parents=True)
+    path.symlink_to("/dev/full")
+    flags = words(step, tmp_path, ["--log_dir", tmp_path / "runs", "--run_name", "full", *args])
+    done = fork(step, ranks, *flags, check=False, timeout=SECONDS)
+    expected = [f"can't write {path} (No space left on device): make room there, or choose another --log_dir"]
+    ends_as_it_should(tmp_path, done.returncode, done.stderr, expected)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("step, ranks", [(3, 1), (5, 2), (9, 2)])
+def test_a_disk_that_is_full_before_all_tokens_are_there(run_code, tmp_path, step, ranks):
+    """Here a file may have 8 KB. No later run takes a part for all tokens."""
+    args = ["--max_tokens", 4096, *{3: [], 5: ["--dp_size", 2], 9: ["--pipelines", "1,1"]}[step]]
+    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))"
+    code = f"import resource\nsys.dont_write_bytecode = True  # nor may that be cut\n{limit}\n"
+    flags = words(step, tmp_path, args)
+    done = run_code(step, ranks, code, *flags, then="train.py", check=False, timeout=SECONDS)
+    ends_as_it_should(tmp_path, done.returncode, done.stderr, ["can't write ", ".bin (File too large): make room"])
+    assert not list((tmp_path / "runs" / "token_cache").glob("*.bin"))
+
+
+@pytest.mark.parametrize("step", [1, 8])
+def test_what_is_printed_goes_to_a_full_disk(capsys, monkeypatch, step):
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # which one_clear_error replaces
+    with modules_of(step):
+        import utils
+    with pytest.raises(SystemExit) as end, open("/dev/full", "wb", buffering=0) as full, utils.one_clear_error():
+        full.write(b"a line")
+    error = "error: can't write what is printed (No space left on device): make room there\n"
+    assert (end.value.code, capsys.readouterr().err) == (2, error)
 
 
 @pytest.mark.parametrize("step, axis", [(4, "tp"), (9, "pp")])

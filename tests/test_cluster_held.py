@@ -61,6 +61,27 @@ def test_what_a_process_without_room_for_records_ends(monkeypatch, capsys, held,
     assert expected is UserError or "No space left on device" in capsys.readouterr().out
 
 
+def test_a_torch_that_has_changed(run_code):
+    """Names that torch never promised to keep are gone: one error, of which all ranks hear in another way."""
+    done = run_code("cluster", 2, """
+import torch.distributed as dist
+import process_group_manager as pgm
+from ranks.collectives import wait_for_all
+from ranks.errors import one_error_of_all
+pgm.init_process_group("gloo")
+del dist.distributed_c10d._get_default_store
+with one_error_of_all(""):
+    wait_for_all("here")
+""", check=False, timeout=60)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count("error: torch no longer has what is used of it") == 1, done.stderr
+    assert "_get_default_store" in done.stderr and "pip install -c constraints.txt torch" in done.stderr
+    held = types.SimpleNamespace(checkpointer=types.SimpleNamespace(stage=types.SimpleNamespace(
+        model=types.SimpleNamespace(parameters=lambda: [object()]))))
+    with pytest.raises(ValueError, match="torch no longer has .* attribute '_post_accumulate_grad_hooks'"):
+        live_state.LiveState(held)
+
+
 def test_an_error_does_not_wait_for_a_checkpoint_that_others_hold_up(run_code):
     done = run_code("cluster", 1, """
 import threading, time

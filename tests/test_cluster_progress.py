@@ -257,7 +257,7 @@ def test_a_timeline_on_a_full_disk(world_of_one, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("logs", [False, True])
-def test_one_process_at_a_time_writes_the_run_of_wandb(world_of_one, tmp_path, monkeypatch, logs):
+def test_one_process_at_a_time_writes_the_run_of_wandb(world_of_one, tmp_path, monkeypatch, capsys, logs):
     """Where another one logs from now on, the process that did ends it first: others begin after collect()."""
     calls, collect = [], Record.collect
     run = types.SimpleNamespace(step=0, log=lambda *_, **__: None, finish=lambda: calls.append("finish of the run"))
@@ -267,8 +267,12 @@ def test_one_process_at_a_time_writes_the_run_of_wandb(world_of_one, tmp_path, m
     monkeypatch.setenv("WANDB_RUN_ID", "restored")
     monkeypatch.setenv("WANDB_RESUME", "restored")
     monkeypatch.setattr(Record, "collect", lambda *args: calls.append("collect") or collect(*args))
-    a_record(tmp_path, is_logging_rank=logs, use_wandb=True).leave()
+    record = a_record(tmp_path, is_logging_rank=logs, use_wandb=True)
+    record.leave()
     assert calls == (["collect", "init"] if logs else ["finish", "collect"])
+    run.finish = lambda: open("/dev/full", "w").write(10_000 * "x")
+    record.close()  # what comes next is worth more
+    assert logs == ("W&B's run did not end well ([Errno 28] No space left on device): make" in capsys.readouterr().out)
 
 
 def test_output_outlives_a_full_disk_and_not_a_closed_pipe():

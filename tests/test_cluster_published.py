@@ -9,8 +9,11 @@ import torch
 from checkpoint_runs import SCRIPT, TEXT, flags_of, write_model
 from launch import MODELS, ROOT, fork, modules_of
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, conversion_mapping
+from transformers.core_model_loading import Chunk, WeightConverter
 
 with modules_of(9):
+    from models.names import as_files_have_it
     from stage_weights import open_directory
     from utils import UserError
 
@@ -91,3 +94,14 @@ def test_a_quantized_model_is_known_by_its_config(good, tmp_path):
          script=SCRIPT, modules=MODELS)
     saved, = (tmp_path / "checkpoints" / "run").glob("step_*/config.json")
     assert "quantization_config" not in saved.read_text()
+
+
+def test_parameters_that_published_files_have_as_one(monkeypatch):
+    """A checkpoint keeps each under a name of its own: by the name that they share, the last would replace the others."""
+    qkv = [f"self_attn.{letter}_proj" for letter in "qkv"]
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model, **_: [
+        WeightConverter("self_attn.qkv", qkv, operations=[Chunk(dim=0)])])
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    saved = [name for own, param in model.named_parameters() for name in as_files_have_it(model, own, "model")(param)]
+    assert sorted(saved) == sorted(name for name, _ in model.named_parameters())

@@ -19,7 +19,7 @@ from processes import eventually
 with modules_of(9):
     import generate
     from hosts.host_facts import ASKS
-    from inference import make_stage, talk
+    from inference import make_stage, stages, talk
 
 SCRIPT, CPU = ROOT / "cluster" / "generate.py", ["--device", "cpu"]
 PROMPTS = ["The state of the union is", "We", "It was the best of times, it was the worst of times;", "And", "Why not"]
@@ -168,6 +168,29 @@ def test_a_run_on_disks_of_their_own(folder, tmp_path):
     assert texts(done) == in_one_process(path) != in_one_process(folder / "llama")
 
 
+def test_the_cache_by_the_name_that_this_transformers_gives_it(monkeypatch):
+    class Base(torch.nn.Module):
+        def forward(self, input_ids, past_key_values=None):
+            """As until 5.23."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base_model = Base()
+
+        def forward(self, input_ids, **kwargs):
+            """What its base takes, it takes."""
+
+    model = Model()
+    assert stages.name_of_cache(model) == "past_key_values"
+    monkeypatch.setattr(Base, "forward", lambda self, input_ids, cache=None: None)
+    assert stages.name_of_cache(model) == "cache"
+    monkeypatch.setattr(Base, "forward", lambda self, input_ids, kv_store=None: None)
+    monkeypatch.setattr("transformers.__version__", "9.9")
+    with pytest.raises(NotImplementedError, match=r"Model takes no cache or past_key_values: .* this version, 9\.9, is new"):
+        stages.name_of_cache(model)
+
+
 def test_layers_by_memory(monkeypatch):
     """The embedding and the head, of which each is worth four layers, count on the first and the last rank."""
     monkeypatch.setattr(make_stage, "parts_of", lambda model: (400, 100, 400, 12))
@@ -314,3 +337,23 @@ def test_mistakes(folder, ranks, words, message):
                  *(word.format(**names) for word in words), check=False)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert len(re.findall("^error: ", done.stderr, re.MULTILINE)) == 1, done.stderr
+
+
+@pytest.mark.parametrize("dtype, device, chosen, expected", [
+    ("auto", "cuda", torch.float32, "float32"), ("auto", "cuda", torch.bfloat16, "auto"),
+    ("auto", "cpu", torch.float32, "auto"), ("bfloat16", "cuda", torch.float32, "bfloat16")])
+def test_weights_on_a_gpu_without_bfloat16(monkeypatch, dtype, device, chosen, expected):
+    """Where step 9 chooses float32 on a GPU, the weights are in float32, too, and not as they are stored."""
+    class Made(Exception):
+        pass
+
+    def make(args, *_):
+        raise Made(args.dtype)
+
+    monkeypatch.setattr(talk, "meet", lambda args: (torch.device(device), chosen))
+    monkeypatch.setattr(talk, "drawing", lambda args: {})
+    monkeypatch.setattr(talk, "WholeModel", make)
+    monkeypatch.setattr(talk.dist, "new_group", lambda **_: None)
+    monkeypatch.setattr(talk.dist, "get_world_size", lambda: 1)
+    with pytest.raises(Made, match=f"^{expected}$"):
+        talk.generate_all(types.SimpleNamespace(dtype=dtype, seed=0))

@@ -6,13 +6,14 @@ import re
 import statistics
 import sys
 import time
+import types
 
 import attempt
 import baton
 import pytest
 from blanks import Unwritten, find
 from catalogue import EXERCISES, Exercise, judge, load, source_path, stub
-from counting_attempt import COUNTS, RATIOS, mistaken, near
+from counting_attempt import COUNTS, RATIOS, mistaken, named, near
 from exercise_versions import Versions, Wrong
 from launch import ROOT, STEPS
 
@@ -98,6 +99,42 @@ def test_a_usual_multiple_is_named(name, tmp_path):
         found = verdict(EXERCISES[name], wrong, tmp_path)
         *_, numbers, empty, says = found.message.splitlines()
         assert "a run measures" in found.message and "sizes are" in numbers and says, found.message
+
+
+MATRICES = "4 * layers / pp * (4 * hidden * hidden + 3 * hidden * width) / tp"
+OF_A_RANK = f"{MATRICES} + 8 * layers / pp * hidden"  # bytes of weights
+
+
+@pytest.mark.parametrize("name, answer, says", [
+    ("rank_of_many", f"({MATRICES} + 8 * layers / pp * hidden / tp, (dp - 1) / dp * 2 * ({OF_A_RANK}), "
+     "8 * microbatches * tokens * hidden)[number - 1]", "norms are whole"),
+    ("rank_of_many", f"({OF_A_RANK}, microbatches * (dp - 1) / dp * 2 * ({OF_A_RANK}), 8 * microbatches * tokens * "
+     "hidden)[number - 1]", "once an optimizer step"),
+    ("rank_of_many", f"(4 * ({OF_A_RANK}), (dp - 1) / dp * 2 * ({OF_A_RANK}), 8 * microbatches * tokens * hidden)"
+     "[number - 1]", "all 16 bytes of a parameter"),
+    ("rank_of_many", f"({OF_A_RANK}, (dp - 1) / dp * 2 * ({OF_A_RANK}), 8 * pp * microbatches * tokens * hidden)"
+     "[number - 1]", "all pp stages"),
+    ("rank_of_many", f"({OF_A_RANK}, (dp - 1) / dp * 2 * ({OF_A_RANK}), 8 * dp * microbatches * tokens * hidden)"
+     "[number - 1]", "too large by the factor `dp`"),
+    ("fsdp_bytes", "3 * microbatches * (replicas - 1) / replicas * 4 * (layer * layers + rest)", "is a bound"),
+    ("zero_bytes", "(8 + 8 / replicas) * num_parameters", "8 + 8/N is --zero 1"),
+    ("ring_attention_bytes", "4 * (ranks - 1) * 2 * 4 * tokens / ranks * kv_heads * head_dim", "4 (cp - 1)"),
+    ("ring_attention_bytes", "4 * (ranks - 1) * 4 * tokens / ranks * kv_heads * head_dim", "4 (cp - 1)"),
+    ("active_parameters", "layers * hidden * (4 * hidden + 2 + experts + 3 * per_token * width)", "norms' weights"),
+    ("tp_bytes", "2 * (ranks - 1) / ranks * 4 * (tokens * ((4 * layers + 2) * hidden + 3) + (2 * layers + 1) * hidden)",
+     "norms' gradients"),
+    ("norm_gradient_bytes", "2 * (ranks - 1) / ranks * 4 * (2 * layers + 1) * hidden / ranks", "norms are whole"),
+    ("layers_that_fit", "max(0, (memory / 16 - (2 * vocab + 1) * hidden) // (hidden * (4 * hidden + 3 * width)))",
+     "norms are missing"),
+    ("gradient_bytes", "2 * (ranks - 1) / ranks * 16 * num_parameters", "AdamW's moments"),
+    ("unlike_pipelines_units", "3 * pipelines[0][1] * (pipelines[0][2] + pipelines[0][0] - 1)", "the first pipeline"),
+])
+def test_what_a_reader_may_count_has_a_name(name, answer, says):
+    """Formulas that are not ours with a text replaced, maybe wrong for some sizes only. Nothing is run."""
+    source, sizes = solution(EXERCISES[name]), COUNTS[name].sizes
+    right, wrong = mistaken(source, name, ()), eval(f"lambda {', '.join(sizes[0])}: {answer}")
+    reader = types.SimpleNamespace(name=name, place=types.SimpleNamespace(source=lambda: source))
+    assert says in named(reader, COUNTS[name], [wrong(**size) for size in sizes], [right(**size) for size in sizes])
 
 
 @pytest.mark.parametrize("name", COUNTS)

@@ -76,12 +76,80 @@ def test_a_rank_that_sleeps_is_not_waited_for(run_code, tmp_path, flags):
     assert done.returncode == 1 and re.search("Timed out waiting 2000ms|Application timeout", done.stderr), done.stderr
 
 
-def test_a_process_can_make_a_second_grid(run_code):
-    """Of three stages: all ranks have to be in equally many groups, or the names of later ones differ."""
-    run_code(8, 3, """
+TWICE = """
+import json, types
 import process_group_manager as pgm
+import torch
+from torch import distributed as dist
 pgm.init_process_group("gloo", 20)
 for _ in range(2):
-    pgm.setup_process_group_manager(1, 3, 1)
+    pgm.setup_process_group_manager(**json.loads(sys.argv[1]))
+    {more}
+    for value in vars(pgm.process_group_manager).values():
+        for group in value if isinstance(value, tuple) else [value]:
+            if isinstance(group, dist.ProcessGroup):
+                dist.all_reduce(count := torch.ones(1), group=group)
+                assert count == group.size()
+dist.destroy_process_group()
+"""
+PLUGIN = """
+import json
+import torch
+import process_group_manager as pgm
+from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
+from model import Llama
+from pipeline_template import PipelineTemplate
+from utils import TINY_LLAMA, load_config
+config = load_config(TINY_LLAMA, num_hidden_layers=6, num_attention_heads=None, num_key_value_heads=None)
+config.tie_word_embeddings = {tied}
+for _ in range(2):
+    model = Llama(config, torch.float32)
+    plugin = HeterogeneousParallelPlugin(tp_size=json.loads(sys.argv[1]), timeout=20, device="cpu")
+    templates = [PipelineTemplate.from_layers_per_stage(model, sizes) for sizes in json.loads(sys.argv[2])]
+    plugin.set_pipelines(templates, [2] * len(templates))
+    plugin.configure(model, lambda params: torch.optim.SGD([param for _, param in params]))
 pgm.dist.destroy_process_group()
+"""
+LOCAL_STEPS = """import local_steps
+    local_steps.LocalSteps(torch.nn.Linear(1, 1), types.SimpleNamespace(outer_learning_rate=1, outer_momentum=0))"""
+
+
+@pytest.mark.parametrize("step, ranks, sizes, more", [
+    (2, 4, {"dp_size": 2, "pp_size": 2, "tp_size": 1}, ""), (7, 6, {"dp_size": 2, "pp_size": 3, "tp_size": 1}, ""),
+    (8, 3, {"dp_size": 1, "pp_size": 3, "tp_size": 1}, ""), (13, 3, {"dp_size": 1, "pp_size": 3, "tp_size": 1}, ""),
+    (16, 6, {"dp_size": 2, "pp_size": 3, "tp_size": 1, "ep_size": 2}, ""),
+    (17, 4, {"dp_size": 2, "pp_size": 2, "tp_size": 1}, LOCAL_STEPS)])
+def test_a_process_can_make_a_second_grid(run_code, step, ranks, sizes, more):
+    """All ranks have to be in equally many groups, or the names of later ones differ."""
+    run_code(step, ranks, TWICE.format(more=more or "pass"), json.dumps(sizes), timeout=60)
+
+
+@pytest.mark.parametrize("ranks, tp, pipelines, tied", [
+    (5, 1, [[2, 2, 2], [3, 3]], False), (6, 2, [[2, 4], [6]], True), (4, 1, [[2, 2, 2], [6]], True)])
+def test_a_process_can_make_a_second_grid_of_unlike_pipelines(run_code, ranks, tp, pipelines, tied):
+    """The owners of a module and the two stages of a tied embedding are a group, of which others are no members."""
+    run_code(9, ranks, PLUGIN.format(tied=tied), tp, json.dumps(pipelines), timeout=60)
+
+
+@pytest.mark.parametrize("step, sizes", [(2, "3, 1, 1"), (9, "[2, 1], 1"), (16, "1, 3, 1")])
+def test_ranks_in_unlike_numbers_of_groups_hear_of_it_at_once(run_code, step, sizes):
+    """Before the next grid, whose groups would wait for members that know them by other names. And after a grid."""
+    done = run_code(step, 3, f"""
+import time
+import process_group_manager as pgm
+from torch import distributed as dist
+pgm.init_process_group("gloo", 40)
+start, make = time.monotonic(), pgm.ProcessGroupManager
+def make_grid_and_more(*sizes):
+    make(*sizes)
+    if dist.get_rank() == 1:
+        dist.new_group([1], use_local_synchronization=True)
+for pgm.ProcessGroupManager in make_grid_and_more, make:
+    try:
+        pgm.setup_process_group_manager({sizes})
+    except pgm.UserError as error:
+        print(error)
+assert time.monotonic() - start < 30
 """, timeout=60)
+    found = re.findall(r"some ranks are in (\d+) process groups, others in (\d+): ", done.stdout)
+    assert len(found) == 6 and {int(most) - int(fewest) for fewest, most in found} == {1}, done.stdout

@@ -64,14 +64,15 @@ def test_the_script_trains_as_one_process(tmp_path):
 
 
 @pytest.mark.parametrize("config, flags, message", [
-    (transformers.GPTJConfig(n_layer=2, n_embd=32, n_head=4, rotary_dim=8), ["--random_weights", "--pp_size", 2],
-     "Auto policy for transformers.models.gptj.modeling_gptj.GPTJForCausalLM is not implemented: it has no plan"),
-    (transformers.ApertusConfig(**TOY), ["--random_weights", "--tp_size", 2],
-     "Tensor parallelism for transformers.models.apertus.modeling_apertus.ApertusForCausalLM is not implemented, since "
-     "it has no style of mlp.act_fn.alpha_p"),
+    (transformers.GPTNeoConfig(hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]]),
+     ["--random_weights", "--pp_size", 2],
+     "Auto policy for transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoForCausalLM is not implemented: it has no plan"),
+    (transformers.GptOssConfig(**TOY), ["--random_weights", "--tp_size", 2],
+     "Tensor parallelism for transformers.models.gpt_oss.modeling_gpt_oss.GptOssForCausalLM is not implemented, since "
+     "it has no plan (base_model_tp_plan). Use tp_size 1"),
     (transformers.Qwen3Config(**TOY), ["--pp_size", 2],
      "has neither model.safetensors nor model.safetensors.index.json"),
-], ids=["no plan", "no style", "no weights"])
+], ids=["no plan", "no plan for tp", "no weights"])
 def test_errors_of_the_script(tmp_path, config, flags, message):
     done = fork(9, 2, "--model_name_or_path", save(tmp_path / "model", config, False), *flags, "--device", "cpu",
                 "--seq_len", 16, "--log_dir", tmp_path, script=SCRIPT, modules=MODELS, check=False)

@@ -7,12 +7,13 @@ from launch import MODELS, ROOT, STEPS, fork, losses
 
 SAMPLED = {1: ["gpt2-tied", "mixtral", "bert-tied", "vit", "gpt2-frozen"],  # tp_size -> cases: each kind of model once
            2: ["gpt2-tied", "gpt2-frozen", "qwen3-tied", "gpt-neox", "opt-projected", "llama-classifier",
-               "mixtral"]}
+               "mixtral", "phi", "cohere", "glm4-moe", "apertus"],
+           4: ["phi", "cohere", "glm4-moe", "apertus"]}
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_families_equal_the_plain_model(tmp_path, tp_size):
-    """Over three ranks, or six with tp 2, in one job: losses and norms of all steps, gradients of the first."""
+    """Over three ranks, or so many times tp_size, in one job: losses and norms of all steps, gradients of the first."""
     script = ROOT / "tests" / "support" / "families_in_pipelines.py"
     fork(9, 3 * tp_size, tmp_path, tp_size, *SAMPLED[tp_size], script=script, modules=MODELS)
     results = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]

@@ -1,12 +1,14 @@
 """Step 9: pipeline templates, and which models they are made for. The stages' math: test_step9_stage_weights.py."""
 
 import copy
+import inspect
 import re
 
 import pytest
 import torch
 from families import (
-    FAMILIES, TOYS, PipelineTemplate, our_model, run_chain, stages_of, toy, toy_batch, toy_on_meta)
+    FAMILIES, TOYS, TRIED, PipelineTemplate, our_model, run_chain, stages_of, toy, toy_batch, toy_on_meta)
+from launch import ROOT
 from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig
 
 GPT2 = "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel"
@@ -72,6 +74,34 @@ def test_a_model_of_no_family():
         with pytest.raises(NotImplementedError, match=message) as error:
             attempt(model)
         assert all(family in str(error.value) for family in FAMILIES)
+
+
+NEWER = r" \(transformers: this version, 9.9, is newer than those tried \(5.17 to 5.\d+\)\)$"
+
+
+@pytest.mark.parametrize("name, version, message", [
+    ("cache", "9.9", None), ("past_key_values", "5.17.0", None), ("kv_store", "5.17.0", r"but hidden states$"),
+    ("kv_store", "9.9", "its layers also need kv_store, and stages send each other nothing but hidden states" + NEWER),
+])
+def test_what_layers_of_another_version_take(name, version, message, monkeypatch):
+    """Both names of the cache are known. Of a third name, the error says so where the version was not tried."""
+    parameters = [inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+                  for each in ("self", "hidden_states", "attention_mask", name)]
+    model = toy_on_meta("llama")
+    monkeypatch.setattr(type(model.model.layers[0]).forward, "__signature__", inspect.Signature(parameters), raising=False)
+    monkeypatch.setattr("transformers.__version__", version)
+    if not message:
+        assert len(PipelineTemplate.get_modules(model)) == 6
+        return
+    with pytest.raises(NotImplementedError, match=message):
+        PipelineTemplate.get_modules(model)
+
+
+def test_versions_that_were_tried():
+    """From the lower bound of setup.py to what constraints.txt has."""
+    bounds = dict(re.findall(r'"(\w+)>=([\d.]+)"', (ROOT / "setup.py").read_text()))
+    pinned = dict(re.findall(r"^(\w+)==(\d+\.\d+)\.\S*?(?:;.*>=.*)?$", (ROOT / "constraints.txt").read_text(), re.M))
+    assert {package: (bounds[package], pinned[package]) for package in TRIED} == TRIED
 
 
 def test_layerdrop_is_refused():

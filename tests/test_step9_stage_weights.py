@@ -9,6 +9,8 @@ from families import (
     CASES, IDS, PipelineStage, PipelineTemplate, hf_tensor_parallel, load_weights, run_chain, stages_on_meta, toy,
     toy_batch, toy_loss, toy_on_meta)
 from safetensors.torch import save_file
+from transformers import conversion_mapping, core_model_loading
+from transformers.core_model_loading import Chunk, WeightConverter
 
 
 def same_parameters(stage: PipelineStage, whole) -> None:
@@ -142,6 +144,41 @@ def test_models_that_tp_does_not_split(name, monkeypatch):
     message = "^Tensor parallelism for .* is not implemented, since it has no plan .*tp_size 1$"
     with pytest.raises(NotImplementedError, match=message):
         hf_tensor_parallel.apply_tensor_parallel(toy_on_meta(name))
+
+
+def test_a_parameter_that_a_plan_leaves_out(monkeypatch):
+    monkeypatch.setattr(hf_tensor_parallel.pgm, "process_group_manager", Grid())
+    monkeypatch.setattr(hf_tensor_parallel, "LEFT_OUT", {})
+    with pytest.raises(NotImplementedError, match="no style of mlp.act_fn.alpha_p, no style of mlp.act_fn.alpha_n. Use"):
+        hf_tensor_parallel.apply_tensor_parallel(toy_on_meta("apertus", num_attention_heads=6, num_key_value_heads=3))
+
+
+def test_files_that_have_several_parameters_as_one(monkeypatch):
+    """Of a family whose published files have q, k and v as one, which transformers divides when it reads them."""
+    whole = toy("opt")
+    qkv = [f"self_attn.{letter}_proj" for letter in "qkv"]
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model, **_: [
+        WeightConverter("self_attn.qkv", qkv, operations=[Chunk(dim=0)])])
+    state = whole.state_dict()
+    names = [name for name in state if qkv[0] in name]
+    for name in names:
+        state[name.replace(qkv[0], "self_attn.qkv")] = torch.cat(
+            [state.pop(name.replace(qkv[0], other)) for other in qkv])
+    assert len(names) == 6 and not any(part in name for name in state for part in qkv)
+    for stage in stages_on_meta("opt", [1, 2]):
+        load_weights(stage, state)
+        same_parameters(stage, whole)
+
+
+def test_a_package_that_has_changed(monkeypatch, saved):
+    """transformers loses a name that it never promised to keep: one error, with the versions that were tried."""
+    monkeypatch.delattr(core_model_loading, "rename_source_key")
+    monkeypatch.setattr("transformers.__version__", "9.9.0.dev1")
+    message = (r"^transformers no longer has what is used of it \(cannot import name 'rename_source_key' .*: pip install "
+               r"-c constraints.txt transformers \(transformers: this version, 9.9.0.dev1, is newer than those tried "
+               r"\(5.17 to 5.\d+\)\)$")
+    with pytest.raises(ValueError, match=message):
+        load_weights(stages_on_meta("llama", [3])[0], saved("llama"))
 
 
 class Grid:

@@ -28,6 +28,12 @@ def test_tensorboard_has_the_same_numbers(folder, capsys):
     assert "validation_loss" in recorded[1]
 
 
+def test_a_line_that_a_full_disk_has_cut_is_left_out(folder, tmp_path):
+    text = (folder / "run" / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text(text[:-9])
+    assert metrics(tmp_path.parent, tmp_path.name) == metrics(folder, "run")[:-1]
+
+
 def test_a_run_is_never_overwritten(folder):
     before = (folder / "run" / "metrics.jsonl").read_text()
     with pytest.raises(SystemExit, match="would overwrite the run"):

@@ -19,7 +19,7 @@ with modules_of(9):
     import split_memory
     import splits
     from data_sheets import PRESETS, Shape
-    from dry_run_clock import Clock, Machine, simulate
+    from dry_run_clock import Clock, Machine, flops_per_token, simulate
     from dry_run_rank import Event, Handle
     from dry_run_step import run_rank
     from utils import UserError
@@ -112,12 +112,12 @@ def test_the_bubble_is_that_of_the_chapters(engine, chunks, bubble):
     orders = [[(*each, 0)[:3] for each in SCHEDULES[engine](stage, 4, 8, *[chunks] * (chunks > 1))]
               for stage in range(4)]
     seconds = {"F": 1, "B": 1 if engine == "zb" else 2, "W": 1}
-    done = simulate(orders, lambda stage, kind, chunk: seconds[kind], 0.0)
+    done = simulate(orders, lambda stage, kind, chunk: seconds[kind], lambda *_: 0.0)
     end = max(last for stage in done for _, last in stage.values())
     work = sum(seconds[kind] for kind, *_ in orders[0] if engine != "zb") or 24
     assert 1 - work / end == pytest.approx(bubble)
     with pytest.raises(ValueError, match="never ends: stages"):
-        simulate([[("B", 0, 0), ("F", 0, 0)], [("F", 0, 0), ("B", 0, 0)]], lambda *_: 1.0, 0.0)
+        simulate([[("B", 0, 0), ("F", 0, 0)], [("F", 0, 0), ("B", 0, 0)]], lambda *_: 1.0, lambda *_: 0.0)
 
 
 def test_the_clock_tells_usual_actions_from_what_a_step_has_once():
@@ -129,6 +129,96 @@ def test_the_clock_tells_usual_actions_from_what_a_step_has_once():
     log = [*first, ("end",), *second, ("end",), *sends, *third, *waits, ("end",)]
     clock = Clock(types.SimpleNamespace(count=types.SimpleNamespace(log=log)), machine)
     assert (clock.now, clock.seconds, clock.late) == (13.0, {("B", 0): 4.0}, 1.0) and clock.exposed["dp"] == 1.0
+    assert clock.computing == clock.bound_by_memory == 12.0
+
+
+def test_rows_of_an_all_to_all_leave_a_machine_through_the_ports_of_their_ranks():
+    """4 ranks in 2 machines: two thirds of what a rank sends leave. A ring's neighbours share the ports."""
+    machine = Machine({}, 1.0, 10.0, 1.0, 2, 0.0)
+    event = Event(0, "all_to_all_single", "ep", (0, 1, 2, 3), None, 30, None)
+    assert machine.seconds_to_send(event) == pytest.approx(20.0)
+    assert machine.seconds_to_send(event._replace(kind="all_gather")) == pytest.approx(15.0)
+    assert machine.seconds_to_send(event._replace(group=(0, 1))) == pytest.approx(3.0, abs=1e-4)
+
+
+def found_by(capsys, world: int, rank, step, flags: str, *more: str):
+    """What the command prints as JSON."""
+    small = [*SMALL, "--seq_len", "16"] if "--pipelines" not in flags else ["--seq_len", "16", "--device", "cpu"]
+    dry_run.main(["--world", str(world), "--rank", str(rank), "--json", *more, str(STEPS[str(step)] / "train.py"),
+                  *small, *flags.split()])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_ranks_of_a_pipeline_take_one_time_on_slow_links(capsys):
+    """Messages to rank 0 count, and those that only some stages send over: here, the second and the third one of four
+    are in two machines."""
+    flags = TWO + "--pp_size 4"
+    times = {rank: found_by(capsys, 4, rank, 8, flags, "--between", "0.001", "--machine", "H100:2")["seconds"]
+             for rank in range(4)}
+    bytes_of_a_message = 2 * 16 * 128 * 4
+    assert len({seconds["step"] for seconds in times.values()}) == 1
+    assert times[0]["step"] > 2 * bytes_of_a_message / 0.001e9
+    times = [found_by(capsys, 2, rank, 8, TWO + "--pp_size 2", "--inside", "0.01")["seconds"]["step"] for rank in (0, 1)]
+    assert times[0] == pytest.approx(times[1], rel=1e-9) and times[0] > 2 * bytes_of_a_message / 0.01e9
+
+
+def test_unlike_pipelines_end_their_step_together(capsys):
+    """The slower one says when. Its stages are its own, also where another pipeline has as many."""
+    flags = "--pipelines 8;5,3;3,5 --num_microbatches {} --micro_batch_size 1"
+    shown = found_by(capsys, 5, "all-kinds", 9, flags.format("3,2,9"))
+    assert [each["rank"] for each in shown] == [0, 1, 2, 3, 4]
+    assert [len(each["actions"]) for each in shown] == [6, 4, 4, 18, 18]
+    assert len({each["seconds"]["step"] for each in shown}) == 1
+    first, last, *others = (each["parameters"] for each in shown[1:])
+    assert others[1] - first == 128 == last - others[0], "the final norm"
+    fewer = found_by(capsys, 5, 1, 9, flags.format("3,2,2"))
+    assert fewer["seconds"]["step"] < shown[1]["seconds"]["step"] and fewer["flops"] < shown[1]["flops"]
+    assert fewer["seconds"]["bubble"] < shown[1]["seconds"]["bubble"]
+
+
+@pytest.mark.parametrize("step, more", [(8, {}), (16, {"num_experts": 8, "experts_per_token": 3})])
+def test_one_definition_of_mfu(step, more):
+    """That of the steps' metrics.py, in dry_run.py and in what_if.py."""
+    with modules_of(step):
+        import metrics
+    shape = Shape(128, 352, 4, 8, 4, 1024, False, 16)
+    config = types.SimpleNamespace(**shape.config(), **{"num_experts": 0, **more})
+    assert flops_per_token(config, 64) == metrics.flops_per_token(config, 64)
+    if not more:
+        assert shape.flops(64) == metrics.flops_per_token(config, 64)
+
+
+def engines(step: int) -> list[str]:
+    """The schedules that a step's --pp_engine takes; none before there are pipelines."""
+    if step < 7:
+        return [""]
+    return ["afab"] if step == 7 else [*dict.fromkeys(["afab", "1f1b", *["zb"] * (step not in (8, 9, 17)), *[
+        "interleaved", "interleaved_zb"] * (step in (11, 12, 13, 14, 15, 16, 18))])]
+
+
+QUICK = {(3, ""), (5, ""), (9, "1f1b"), (9, "afab"), (10, "zb"), (16, "interleaved"), (17, "1f1b")}
+
+
+@pytest.mark.parametrize("step, engine", [
+    pytest.param(step, engine, marks=[pytest.mark.slow] * ((step, engine) not in QUICK))
+    for step in range(3, 19) for engine in engines(step)])
+def test_the_command_runs_each_step_with_each_schedule(capsys, step, engine):
+    """All kinds of stages, two at least. All ranks of a pipeline take one step's time, and TFLOP, seconds and MFU fit
+    together."""
+    ranks = 4 if engine else 1 if step == 3 else 2
+    flags = {3: "", 4: "--tp_size 2", 9: "--pipelines 3,5;8,0,0"}.get(step, "--dp_size 2")
+    if engine:
+        flags = f"{TWO}--dp_size 2 --pp_size 2" + f" --pp_engine {engine}" * (step > 7)
+        flags += " --virtual_stages 2" * engine.startswith("interleaved")
+    all_kinds = found_by(capsys, ranks, "all-kinds", step, flags)
+    found = all_kinds if isinstance(all_kinds, list) else [all_kinds]
+    assert len(found) == (2 if engine else 1)
+    one = found_by(capsys, ranks, ranks - 1, step, flags)
+    for each in (*found, one):
+        seconds = each["seconds"]["step"]
+        assert seconds == pytest.approx(found[0]["seconds"]["step"], rel=0.01)
+        assert each["flops"] / seconds / 67e12 == pytest.approx(each["mfu"], rel=1e-9)  # an H100's, in float32
+        assert each["flops"] == found[0]["flops"] and sum(each["seconds"].values()) == pytest.approx(2 * seconds)
 
 
 def test_the_command(tmp_path, capsys):
@@ -153,15 +243,35 @@ def test_the_command(tmp_path, capsys):
     (4, "one", "--tp_size 4", "--rank one is no number of a rank"),
     (1, "0", "--zero 1", "unrecognized arguments: --zero"),
     (1, "0", f"--model_name {ROOT / 'docs'}", "holds no model configuration"),
-    (1, "0", "--max_tokens 5", "is less than the 4096 of one step: raise it")])
+    (1, "0", "--max_tokens 5", "is less than the 4096 of one step: raise it"),
+    (10**12, "0", "", "--world 1000000000000: take fewer ranks"), (4, "-1", "", "--rank -1 is no number of a rank")])
 def test_clear_errors(world, rank, flags, said):
     with pytest.raises(UserError) as error:
         dry_run.main(["--world", str(world), "--rank", rank, str(STEPS["8"] / "train.py"), *flags.split()])
     assert said in str(error.value) and "\n" not in str(error.value)
-    with pytest.raises(UserError, match="is no file: give the train.py of a step"):
-        dry_run.main(["--world", "1", "step8/train.py"])
+    for script, words in (("step8/train.py", "is no file: give the train.py of a step"), (STEPS["1"] / "train.py", (
+            "steps 1 and 2 have no samples")), (STEPS["2"] / "train.py", "steps 1 and 2 have no samples"), (
+            STEPS["9"] / "run_gpt2.py", "a dry run needs the train.py of a step"), (
+            ROOT / "cluster/train_distributed.py", "a dry run needs the train.py of a step")):
+        with pytest.raises(UserError, match=words):
+            dry_run.main(["--world", "1", str(script)])
     with pytest.raises(UserError, match="--timeline /dev/null/here can't be written .*: choose another one"):
         dry_run.main(["--world", "1", "--timeline", "/dev/null/here", str(STEPS["8"] / "train.py")])
+
+
+@pytest.mark.parametrize("flags, said", [
+    ("--machine H100:8@100mbit", "--machine H100:8@100mbit: write the device and how many a machine has, as in H100:8"),
+    ("--machine H100@1gbit", "--machine H100@1gbit: write the device"), ("--machine H100:0", "--machine H100:0: write"),
+    ("--machine 8xH100", "--machine 8xH100: write"), ("--machine TPU:8", "--machine TPU:8: no 'TPU' among H100, "),
+    ("--inside nan", "--inside: must be a number from 1e-9 to 1e9, got nan"), ("--between 0", "--between: must be a "),
+    ("--between abc", "--between: invalid float value: 'abc'"), ("--peak_tflops inf", "--peak_tflops: must be a number"),
+    ("--efficiency nan", "--efficiency nan: a share of the peak"), ("--world 0", "--world: must be at least 1, got 0"),
+    ("--rank 2", "--rank 2 is none of the ranks 0 to 1 of --world 2")])
+def test_odd_flags_are_refused_before_a_run(monkeypatch, flags, said):
+    monkeypatch.setattr(dry_run, "run_rank", lambda *_: pytest.fail("it runs"))
+    with pytest.raises(UserError) as error:
+        dry_run.main(["--world", "2", *flags.split(), str(STEPS["8"] / "train.py")])
+    assert said in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.slow

@@ -1,6 +1,9 @@
 """timeline_picture.py: what it finds out about a short run."""
 
-from launch import fork
+import re
+
+import pytest
+from launch import fork, writing
 from timeline_picture import draw, overlap_of, read_trace
 
 
@@ -14,3 +17,9 @@ def test_overlap_of_all_reduces_with_backward(tmp_path):
     ends = [span.end - end for span in spans if span.kind == "all-reduce" and span.rank == 0]
     found = overlap_of(spans)
     assert found.startswith(f"rank 0: {len(ends)} all-reduces, ") and f" {1e3 * max(*ends, 0):.1f} ms after" in found
+
+    (full := tmp_path / "full.png").symlink_to("/dev/full")
+    with pytest.raises(SystemExit, match=f"error: can't write {re.escape(str(full))} .No space left on device.: make "):
+        draw(str(trace), str(full))
+    with pytest.raises(FileNotFoundError), writing(full):  # of another kind
+        open(tmp_path / "nothing")

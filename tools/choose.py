@@ -18,11 +18,13 @@ from typing import NamedTuple
 from data_sheets import (  # before the modules of cluster/, which it makes known
     LINK_SHARE, PRESETS, add_device_flags, read_nodes, read_shape,
 )
-from plan import add_model_flags
+from plan import add_model_flags, share_of_memory
 from ranks.memory import USABLE_MEMORY
 from split_memory import held
-from splits import AXES, Job, Split, all_parameters, chunks, refusal, sent, sent_to_copies, shards, splits
-from utils import ArgumentParser, UserError, one_clear_error, positive_int, to_readable_format, zero_or_more
+from splits import (
+    AXES, Job, Split, all_parameters, check_batch, chunks, refusal, sent, sent_to_copies, shards, splits,
+)
+from utils import ArgumentParser, UserError, one_clear_error, number, positive_int, to_readable_format, zero_or_more
 
 
 class Row(NamedTuple):
@@ -90,7 +92,9 @@ def report(job: Job, top: int) -> str:
     """
     fitting, others, refused = choose(job)
     if not fitting:
-        least = f": the least needy of {len(others)} needs {others[0].memory / 1e9:.3g} GB" if others else ""
+        if not others:
+            raise UserError(f"no split of {job.ranks} ranks is to be had; {refused.most_common(1)[0][0]}: change that")
+        least = f": the least needy of {len(others)} needs {others[0].memory / 1e9:.3g} GB"
         raise UserError(f"no split of {job.ranks} ranks fits into {job.memory / 1e9:.3g} GB{least}; take more ranks, "
                         f"{'' if job.recompute else '--recompute, '}a smaller --micro_batch_size or --seq_len")
     axes = [axis for axis in AXES if axis not in ("cp", "ep") or
@@ -123,18 +127,25 @@ def parse_args(argv: list[str] | None = None):
     add_model_flags(parser, f"a directory with a config.json, a Hub id, or one of {', '.join(PRESETS)}")
     parser.add_argument("--global_batch", type=positive_int, default=512, help="samples a step")
     parser.add_argument("--micro_batch_size", type=positive_int, default=1, help="samples")
-    parser.add_argument("--virtual_stages", type=positive_int, default=2, help="chunks of interleaved schedules")
+    parser.add_argument("--virtual_stages", default=2, help="chunks of interleaved schedules", type=number(
+        int, lambda value: value >= 2, "at least 2: one chunk a rank is 1f1b"))
     parser.add_argument("--recompute", action="store_true", help="compute layers again in backward: less memory")
     parser.add_argument("--num_experts", type=zero_or_more, default=0, help="of each layer, in place of its MLP")
-    parser.add_argument("--experts_per_token", type=positive_int, default=2, help="of these")
+    parser.add_argument("--experts_per_token", type=positive_int, help="of these (default: 2)")
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="of the layers' matrices")
     parser.add_argument("--shard_size", type=zero_or_more, default=0, help="ranks over which ZeRO divides (0: all)")
     parser.add_argument("--gather_once", action="store_true", help="ZeRO 3 gathers weights once a step")
-    parser.add_argument("--memory_fraction", type=float, default=USABLE_MEMORY,
+    parser.add_argument("--memory_fraction", type=share_of_memory, default=USABLE_MEMORY,
                         help="of a device's memory that may be used")
     parser.add_argument("--top", type=positive_int, default=10, help="splits to print")
     add_device_flags(parser, "the devices")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.experts_per_token and args.experts_per_token > args.num_experts:
+        raise UserError(f"--experts_per_token {args.experts_per_token} is more than --num_experts {args.num_experts}: "
+                        "lower it, or take more experts")
+    args.experts_per_token = args.experts_per_token or min(2, args.num_experts or 2)
+    check_batch(args.global_batch, args.micro_batch_size)
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:

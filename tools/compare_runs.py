@@ -11,7 +11,7 @@ import pathlib
 import shutil
 import sys
 
-from launch import ROOT, Help, metrics
+from launch import ROOT, Help, metrics, writing
 
 
 def to_tensorboard(run: pathlib.Path, out: pathlib.Path) -> pathlib.Path:
@@ -44,7 +44,8 @@ def main(argv=None) -> None:
     args = parser.parse_args(argv)
     try:
         for run in args.runs:
-            print(to_tensorboard(run, args.out), flush=True)
+            with writing(args.out):
+                print(to_tensorboard(run, args.out), flush=True)
     except (ValueError, ImportError) as error:
         sys.exit(f"error: {error}")
     print(f"look at them: tensorboard --logdir {args.out}")

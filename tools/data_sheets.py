@@ -26,7 +26,7 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "cluster"))
 from ranks import course  # noqa: E402, F401  before step 9's modules
 
 from planning.machines import MODEL, NUMBER_BYTES  # noqa: E402
-from utils import UserError, load_config  # noqa: E402
+from utils import UserError, load_config, number  # noqa: E402
 
 GB, GBIT = 1e9, 1e9 / 8
 ETHERNET, INFINIBAND = 2e-4, 1e-5  # seconds from process to process: over TCP at home, over RDMA in a data centre
@@ -66,7 +66,7 @@ DEVICES = {
     "RTX3070Ti": Device(43.5e12, 21.7e12, 8 * GB, 608 * GB, 32 * GB, 1 * GBIT, ETHERNET),
     "RaspberryPi5": Device(None, 0.154e12, 8 * GB, 17 * GB, 17 * GB, 1 * GBIT, ETHERNET),
 }
-GROUP = re.compile(r"(\d+)x([A-Za-z]\w*)(?::(\d+))?")
+GROUP = re.compile(r"(\d{1,6})x([A-Za-z]\w*)(?::(\d{1,6}))?")  # lists of more take long
 RATE = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)(bit|b)", re.IGNORECASE)
 
 
@@ -79,42 +79,49 @@ class Node(NamedTuple):
     network: float
 
 
+plausible = number(float, lambda value: 1e-9 <= value <= 1e9, "a number from 1e-9 to 1e9")
+
+
 def parse_rate(text: str) -> float:
     """'100mbit' -> 12.5e6 bytes/s; '450GB' -> 450e9."""
-    if not (match := RATE.fullmatch(text)) or not float(match[1]):
+    if not (match := RATE.fullmatch(text)) or not 0 < float(match[1]) < 1e9:
         raise UserError(f"--cluster ...@{text}: write a rate as in 100mbit, 1gbit or 450GB, each of a second")
     return float(match[1]) * 1000 ** " kmgt".index(match[2].lower() or " ") / (8 if match[3].lower() == "bit" else 1)
 
 
+def find_device(name: str, said: str) -> str:
+    """Its name as DEVICES has it. `said`: the flag and its value. Raises UserError where it is unknown."""
+    if known := [each for each in DEVICES if each.lower() == name.lower()]:
+        return known[0]
+    raise UserError(f"{said}: no {name!r} among {', '.join(DEVICES)}: choose the one that is most like it, and give "
+                    "--peak_tflops and --device_memory")
+
+
 def parse_nodes(spec: str) -> list[Node]:
     """What --cluster says, node by node. Raises UserError where it can't be read, or names an unknown device."""
-    groups, _, rate = spec.partition("@")
-    by_name, nodes = {name.lower(): name for name in DEVICES}, []
+    (groups, _, rate), nodes = spec.partition("@"), []
     for group in groups.split("+"):
         match = GROUP.fullmatch(group.strip())
         if not match or not int(match[1]) or not int(match[3] or 1):
             raise UserError(f"--cluster {spec!r}: write the number, the device and how many a node has, as in "
-                            "64xH100:8 or 3xRaspberryPi5:1@100mbit, with + between unlike ones")
-        if match[2].lower() not in by_name:
-            raise UserError(f"--cluster {spec!r}: no {match[2]!r} among {', '.join(DEVICES)}: choose the one that is "
-                            "most like it, and give --peak_tflops and --device_memory")
-        name, number = by_name[match[2].lower()], int(match[1])
-        device, per_node = DEVICES[name], min(number, int(match[3] or 1))
-        if number % per_node:
+                            "64xH100:8 (up to 999999), or 3xRaspberryPi5:1@100mbit, with + between unlike ones")
+        name, count = find_device(match[2], f"--cluster {spec!r}"), int(match[1])
+        device, per_node = DEVICES[name], min(count, int(match[3] or 1))
+        if count % per_node:
             raise UserError(f"--cluster {spec!r}: nodes have equally many devices and none may be left over, but "
-                            f"this is {number} in nodes of {per_node}")
+                            f"this is {count} in nodes of {per_node}")
         ports = per_node if device.latency == INFINIBAND else 1
         network = parse_rate(rate) if rate else device.port * ports
-        nodes += [Node(name, device, per_node, network)] * (number // per_node)
+        nodes += [Node(name, device, per_node, network)] * (count // per_node)
     return nodes
 
 
 def add_device_flags(parser, title: str) -> None:
     """What read_nodes() reads besides --cluster."""
     group = parser.add_argument_group(title, "where they are left out, the data sheets count")
-    group.add_argument("--peak_tflops", type=float, default=None, help="of a device, in this --dtype, dense")
+    group.add_argument("--peak_tflops", type=plausible, default=None, help="of a device, in this --dtype, dense")
     group.add_argument("--efficiency", type=float, default=EFFICIENCY, help="share of it that matrix products reach")
-    group.add_argument("--device_memory", type=float, default=None, help="GB of a device")
+    group.add_argument("--device_memory", type=plausible, default=None, help="GB of a device")
 
 
 def read_nodes(args) -> tuple[list[Node], str]:
@@ -122,10 +129,7 @@ def read_nodes(args) -> tuple[list[Node], str]:
     nodes = parse_nodes(args.cluster)
     can_bfloat16 = all(node.device.bfloat16 for node in nodes)
     dtype = args.dtype if args.dtype not in (None, "auto") else "bfloat16" if can_bfloat16 else "float32"
-    for flag in ("peak_tflops", "device_memory"):
-        if (value := getattr(args, flag)) is not None and value <= 0:
-            raise UserError(f"--{flag} {value}: must be more than 0")
-    if not 0 < args.efficiency <= 1:
+    if not 1e-9 <= args.efficiency <= 1:
         raise UserError(f"--efficiency {args.efficiency}: a share of the peak is more than 0 and at most 1")
     if dtype not in ("bfloat16", "float32"):
         raise UserError(f"--dtype {dtype}: data sheets are read for bfloat16 and float32, use one of these")
@@ -158,9 +162,17 @@ class Shape(NamedTuple):
         ends = (2 - self.tied) * self.hidden * self.vocab + self.hidden
         return self.layers * (self.layer_weights + 2 * self.hidden) + ends
 
-    def flops(self, seq_len: int) -> int:
-        """Of a token's forward and backward, as PaLM counts (Chowdhery et al. 2022, appendix B): 6N + 12 L (H hd) T."""
-        return 6 * self.parameters + 12 * self.layers * self.heads * self.head_dim * seq_len
+    def flops(self, seq_len: int, experts: int = 0, per_token: int = 1) -> int:
+        """Of a token's forward and backward, as metrics.py of the steps counts for MFU: 6 for each weight that it
+        multiplies, of experts those that it passes, and 12 T for each channel of the queries of a layer."""
+        further = 3 * self.hidden * self.width * (per_token - 1) + self.hidden * experts if experts else 0
+        weights = self.layers * (self.layer_weights + further) + self.hidden * self.vocab
+        return 6 * weights + 12 * self.layers * self.heads * self.head_dim * seq_len
+
+    def config(self) -> dict:
+        """As in the config.json of a Llama."""
+        return {"model_type": "llama", **dict(zip(MODEL, self)), "head_dim": self.head_dim,
+                "max_position_embeddings": 8192}
 
 
 # Llama 2 (Meta 2023), Llama 3.1 and 3.2 (Meta 2024)
@@ -178,8 +190,7 @@ def read_shape(name: str, args) -> Shape:
     """The sizes of a model, with what the flags say instead. Raises UserError where it has not those of a Llama."""
     heads, kv_heads = args.num_attention_heads, args.num_key_value_heads
     if name in PRESETS and not os.path.isdir(name) and heads is None and kv_heads is None:
-        shape = PRESETS[name]
-        return shape._replace(layers=args.num_hidden_layers or shape.layers)
+        return PRESETS[name]._replace(layers=args.num_hidden_layers or PRESETS[name].layers)
     config = load_config(name, num_hidden_layers=args.num_hidden_layers, num_attention_heads=heads,
                          num_key_value_heads=kv_heads)
     if missing := [name for name in MODEL if getattr(config, name, None) is None]:

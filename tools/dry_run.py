@@ -5,48 +5,52 @@
         --model_name llama-405b --seq_len 8192 --micro_batch_size 1 --gradient_accumulation_steps 16 \\
         --tp_size 8 --pp_size 16 --dp_size 128
 
-What stands behind train.py are the flags of torchrun's command, for any step from 4 on. --model_name may also be one of
-the models of data_sheets.py. The corpus is not read. --device auto is the machine's.
+What stands behind train.py are the flags of torchrun's command, for any step from 3 on. --model_name may also be one
+of the models of data_sheets.py. The corpus is not read. --device auto is the machine's.
 
-It prints what the rank holds, what it sends to whom, its actions, and how long a step would take on the machine. What
-is counted is that of real runs, seconds are those of data sheets. See dry_run_rank.py for what differs from a run.
+It prints what the rank holds, what it sends to whom, its actions, and how long a step would take on the machine, for
+which the first, the second and the last stage of its pipeline are run, too; those between are taken for the second. A
+rank's share of the model's TFLOP is as the steps count it for MFU = TFLOP / seconds / peak. What is counted is that of
+real runs, seconds are those of data sheets. See dry_run_rank.py for what differs from a run.
 """
 
 import argparse
 import json
 import pathlib
+import re
 
-from data_sheets import PRESETS, add_device_flags, read_nodes  # before the modules of cluster/
-from dry_run_clock import Clock, Machine, machine_of, predict, write_trace
+from data_sheets import (  # before the modules of cluster/, which it makes known
+    PRESETS, add_device_flags, find_device, plausible, read_nodes,
+)
+from dry_run_clock import Clock, Machine, Rank, machine_of, predict, write_trace
 from dry_run_rank import KINDS, Event
-from dry_run_step import Rank, run_rank
-from utils import ArgumentParser, UserError, one_clear_error, positive_float, positive_int, to_readable_format
+from dry_run_step import run_rank
+from launch import writing
+from utils import ArgumentParser, UserError, one_clear_error, positive_int, to_readable_format
 
 PHASES = ("before the step", "after backward", "after the step")
 
 
-def run(args, rank: int, machine: Machine, is_gpu: bool) -> Rank:
-    """Raises UserError where the step does."""
-    if not 0 <= rank < args.world:
-        raise UserError(f"--rank {rank} is none of the ranks 0 to {args.world - 1} of --world {args.world}")
+def find_script(args) -> pathlib.Path:
+    """Raises UserError where it is no train.py of a step that trains on samples."""
     script = pathlib.Path(args.script).resolve()
+    such = "such as step8_pipeline_parallel_1f1b/train.py"
     if not script.is_file():
-        raise UserError(f"{args.script} is no file: give the train.py of a step, such as "
-                        "step8_pipeline_parallel_1f1b/train.py")
+        raise UserError(f"{args.script} is no file: give the train.py of a step, {such}")
+    if script.name != "train.py" or not (script.parent / "dataloader.py").is_file():
+        raise UserError(f"{args.script}: a dry run needs the train.py of a step from 3 on, {such}; steps 1 and 2 have "
+                        "no samples to train on")
+    return script
+
+
+def run(args, script: pathlib.Path, rank: int, machine: Machine, is_gpu: bool) -> Rank:
+    """Raises UserError where the step does."""
     try:
         return run_rank(script, args.flags, args.world, rank, machine.per_machine, machine.seconds_of, is_gpu, PRESETS)
     except ValueError as error:  # each step has a UserError of its own
         if "UserError" in (each.__name__ for each in type(error).__mro__):
             raise UserError(str(error)) from None
         raise
-
-
-def ranks_of_kinds(grid) -> list[int]:
-    """One rank of each kind of stage: the first one, the second one and the last one of a pipeline."""
-    if isinstance(grid.ranks, list):  # step 9: unlike pipelines, each stage of its own kind
-        return [rank for block in grid.ranks for rank in block[:, 0].tolist()]
-    stages = grid.ranks.movedim(1, 0).flatten(1)[:, 0].tolist()
-    return sorted({stages[0], *stages[1:2], stages[-1]})
 
 
 def name_of(ranks: tuple[int, ...]) -> str:
@@ -67,10 +71,10 @@ def sent(rank: Rank) -> list[dict]:
              "largest": max(sizes)} for (axis, kind, partners), sizes in sorted(rows.items())]
 
 
-def describe(rank: Rank, machine: Machine, kinds: dict[int, Clock], peak: float) -> dict:
+def describe(rank: Rank, clock: Clock, machine: Machine, kinds: list[tuple[Rank, Clock]]) -> dict:
     """All that is printed, as --json writes it."""
     grid, count = rank.grid, rank.count
-    found, actions = predict(rank, machine, kinds, peak), []
+    found, actions = predict(rank, clock, machine, kinds), []
     if rank.schedule:
         order = rank.schedule(grid.pp_rank, grid.pp_world_size, rank.microbatches)
         actions = [f"{kind}{i}" + "".join(f".{each}" for each in chunk if each) for kind, i, *chunk in order]
@@ -78,7 +82,8 @@ def describe(rank: Rank, machine: Machine, kinds: dict[int, Clock], peak: float)
     return {
         "rank": grid.global_rank, "world": grid.world_size, "place": str(grid),
         "parameters": rank.parameters, "held": {**held, "at the peak": dict(count.peak)}, "peak_in": count.peak_at,
-        "peak": count.peak.total(), "sent": sent(rank), "actions": actions, "flops": count.flops,
+        "peak": count.peak.total(), "sent": sent(rank), "actions": actions, "flops": found.flops,
+        "computed_flops": count.flops, "bound_by_memory": clock.bound_by_memory,
         "store_operations": rank.store_operations,
         "seconds": {"step": found.seconds, "computing": found.computing, "bubble": found.bubble,
                     **{f"waiting for {axis}": value for axis, value in found.exposed.items()}}, "mfu": found.mfu}
@@ -92,27 +97,34 @@ def table(found: dict) -> str:
         phase += f", in {found['peak_in']}" * (phase == "at the peak")
         sizes = sum(held.values()), *(held[kind] for kind in KINDS)
         lines.append(f"{phase:32}" + "".join(f"{size / 1e9:13.3f}" for size in sizes))
-    lines += ["", f"{'axis':6}{'what':20}{'times':>7}{'GB sent':>10}{'largest MB':>12}  with ranks"]
+    lines += ["", f"{'axis':6}{'what':20}{'times':>7}{'GB sent':>10}{'MB at once':>12}  with ranks"]
     lines += [f"{row['axis']:6}{row['what']:20}{row['count']:7}{row['bytes'] / 1e9:10.3f}{row['largest'] / 1e6:12.3f}  "
               f"{name_of(tuple(row['with']))}" for row in found["sent"]]
     if actions := found["actions"]:
         lines += ["", f"{len(actions)} actions: {' '.join(actions[:24])}{' ...' * (len(actions) > 24)}"]
-    seconds = found["seconds"]
-    lines += ["", f"{found['flops'] / 1e12:.4g} TFLOP; {seconds['step']:.4g} s a step, of which "
-              + ", ".join(f"{name} {value:.3g}" for name, value in seconds.items() if name != "step")
-              + f"; {found['mfu']:.1%} MFU"]
+    parts = {name: f"{name} {value:.3g}" for name, value in found["seconds"].items()}
+    del parts["step"]
+    computed = f"{found['computed_flops'] / 1e12:.4g} TFLOP"
+    parts["computing"] += f" ({computed}, {found['bound_by_memory']:.3g} s bound by memory)"
+    lines += ["", f"{found['flops'] / 1e12:.4g} TFLOP of the model a rank; {found['seconds']['step']:.4g} s a step, of "
+              f"which {', '.join(parts.values())}; {found['mfu']:.1%} MFU"]
     return "\n".join(lines)
 
 
-def read_machine(args) -> tuple[Machine, float, float, bool]:
-    """The machine, its device's FLOP/s by the data sheet and bytes of memory, and whether it is a GPU."""
-    name, _, number = args.machine.partition(":")
-    args.cluster, args.dtype = f"{number or 1}x{name}:{number or 1}", None
-    [node], dtype = read_nodes(args)
+def read_machine(args) -> tuple[Machine, float, bool]:
+    """The machine, bytes of a device's memory, and whether it is a GPU."""
+    match = re.fullmatch(r"([A-Za-z]\w*)(?::(\d{1,6}))?", args.machine)
+    if not match or not (number := int(match[2] or 1)):
+        raise UserError(f"--machine {args.machine}: write the device and how many a machine has, as in H100:8; "
+                        "--inside and --between say what its links carry")
+    find_device(match[1], f"--machine {args.machine}")
+    dtypes = [word.removeprefix("--dtype=") for before, word in zip(["", *args.flags], args.flags)
+              if before == "--dtype" or word.startswith("--dtype=")]
+    args.cluster, args.dtype = f"{number}x{match[1]}:{number}", "float32" if "float32" in dtypes else None
+    [node], _ = read_nodes(args)
     machine = machine_of(node, args.efficiency)
     changes = {name: value * 1e9 for name in ("inside", "between") if (value := getattr(args, name))}
-    return (machine._replace(**changes), node.device.bfloat16 if dtype == "bfloat16" else node.device.float32,
-            node.device.memory, node.device.is_gpu)
+    return machine._replace(**changes), node.device.memory, node.device.is_gpu
 
 
 def parse_args(argv: list[str] | None = None):
@@ -120,16 +132,20 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--world", type=positive_int, required=True, help="ranks there are")
     parser.add_argument("--rank", default="0", help="which one of them, or all-kinds: the first, second and last stage")
     parser.add_argument("--machine", default="H100:8", metavar="H100:8", help="8 devices of a data sheet in a machine")
-    parser.add_argument("--inside", type=positive_float, help="GB/s of a device inside a machine, instead")
-    parser.add_argument("--between", type=positive_float, help="GB/s of a device between machines, instead")
+    parser.add_argument("--inside", type=plausible, help="GB/s of a device inside a machine, instead")
+    parser.add_argument("--between", type=plausible, help="GB/s of a device between machines, instead")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON")
     parser.add_argument("--timeline", metavar="FILE", help="write the predicted step for https://ui.perfetto.dev")
     add_device_flags(parser, "the device")
     parser.add_argument("script", metavar="STEP/train.py")
     parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAGS", help="of train.py")
     args = parser.parse_args(argv)
+    if args.world > 999_999:
+        raise UserError(f"--world {args.world}: take fewer ranks, up to 999999")
     if args.rank != "all-kinds" and not args.rank.isdecimal():
         raise UserError(f"--rank {args.rank} is no number of a rank, and not all-kinds")
+    if args.rank != "all-kinds" and int(args.rank) >= args.world:
+        raise UserError(f"--rank {args.rank} is none of the ranks 0 to {args.world - 1} of --world {args.world}")
     if args.timeline:
         try:
             pathlib.Path(args.timeline).parent.mkdir(parents=True, exist_ok=True)
@@ -142,16 +158,20 @@ def parse_args(argv: list[str] | None = None):
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    machine, peak, memory, is_gpu = read_machine(args)
-    ranks = [run(args, 0 if args.rank == "all-kinds" else int(args.rank), machine, is_gpu)]
-    if args.rank == "all-kinds":
-        ranks += [run(args, rank, machine, is_gpu) for rank in ranks_of_kinds(ranks[0].grid) if rank > 0]
-    clocks = [Clock(rank, machine) for rank in ranks]
-    kinds = {getattr(rank.grid, "pp_rank", 0): clock for rank, clock in zip(ranks, clocks)}
-    found = [describe(rank, machine, kinds, peak) for rank in ranks]
+    (machine, memory, is_gpu), script = read_machine(args), find_script(args)
+    first = run(args, script, 0 if args.rank == "all-kinds" else int(args.rank), machine, is_gpu)
+    ranks = {first.grid.global_rank: first}
+    for number in first.kinds():
+        ranks[number] = ranks.get(number) or run(args, script, number, machine, is_gpu)
+    clocks = {number: Clock(rank, machine) for number, rank in ranks.items()}
+    kinds = [(ranks[number], clocks[number]) for number in first.kinds()]
+    shown = first.kinds() if args.rank == "all-kinds" else [int(args.rank)]
+    found = [describe(ranks[number], clocks[number], machine, kinds) for number in shown]
     fullest = max(found, key=lambda each: each["peak"])
     if args.timeline:
-        write_trace(args.timeline, ranks[-1], clocks[-1], predict(ranks[-1], machine, kinds, peak))
+        last = ranks[shown[-1]], clocks[shown[-1]]
+        with writing(args.timeline):
+            write_trace(args.timeline, *last, predict(*last, machine, kinds))
     if args.json:
         print(json.dumps(found if len(found) > 1 else found[0], indent=1))
         return

@@ -3,11 +3,13 @@
     an operation    its floating-point operations by the device's rate, or the bytes that it reads and writes by that of
                     its memory, whichever takes longer
     a collective    the bytes that a rank sends around a ring, by the rate of its slowest link, and a latency for each
-                    doubling of its ranks. One after the other along each axis; what nobody waits for is hidden
-    a pipeline      its schedule, in which every stage takes for an action as long as the rank of its kind
+                    doubling of its ranks. One after the other along each axis; what nobody waits for is hidden.
+                    Of an all-to-all, what leaves the machine goes through the rank's own port
+    a pipeline      its schedule, in which every stage takes for an action as long as the rank of its kind. A step ends
+                    with the last stage of all
 
 What is left out: how the rate depends on the sizes of matrices, launches of kernels, and what a rank waits for another
-one that computes longer, but for its pipeline's stages.
+one that computes longer, but for the stages of pipelines.
 """
 
 import json
@@ -19,15 +21,46 @@ from typing import NamedTuple
 
 import torch
 
-from data_sheets import LINK_SHARE, NODE_LATENCY, Node, Shape
-from dry_run_rank import Event
-from dry_run_step import Rank
+from data_sheets import LINK_SHARE, MODEL, NODE_LATENCY, Node, Shape
+from dry_run_rank import Count, Event
 
 ACTIONS = {"forward": "F", "backward": "B", "weight gradients": "W"}
 
 
+class Rank(NamedTuple):
+    """What one rank of a step has done. `schedule`(stage, stages, micro-batches) are the actions of any stage,
+    `microbatches` those of its pipeline, `tokens` those of all ranks."""
+
+    count: Count
+    args: object
+    config: object
+    grid: object
+    store_operations: int
+    schedule: Callable | None
+    microbatches: int
+    parameters: int
+    tokens: int
+    dtype: torch.dtype
+
+    def pipeline(self) -> list[int]:
+        """The ranks of the stages of this rank's pipeline."""
+        if isinstance(self.grid.ranks, list):  # step 9
+            return self.grid.ranks[self.grid.dp_rank][:, self.grid.tp_rank].tolist()
+        dp, _, *others = (self.grid.ranks == self.grid.global_rank).nonzero()[0].tolist()
+        return self.grid.ranks[(dp, slice(None), *others)].tolist()
+
+    def kinds(self) -> list[int]:
+        """Ranks that are unlike: of its pipeline the first, the second and the last stage, as those between are like
+        the second one. With --pipelines each stage of all."""
+        if getattr(self.args, "pipelines", None):
+            return [rank for block in self.grid.ranks for rank in block[:, self.grid.tp_rank].tolist()]
+        stages = self.pipeline()
+        return sorted({*stages[:2], stages[-1]})
+
+
 class Machine(NamedTuple):
-    """Rates of one rank's device, in FLOP/s and bytes/s. `per_machine` ranks share what is inside of a machine."""
+    """Rates of one rank's device, in FLOP/s and bytes/s. `per_machine` ranks share what is inside of a machine. Of the
+    FLOP/s of its data sheet, matrix products reach the share `efficiency`, which is in `flops` already."""
 
     flops: dict[torch.dtype, float]
     memory: float
@@ -35,21 +68,27 @@ class Machine(NamedTuple):
     between: float
     per_machine: int
     latency: float
+    efficiency: float = 1.0
 
     def seconds_of(self, flops: float, num_bytes: float, dtype: torch.dtype | None) -> float:
         rate = self.flops.get(dtype, self.flops[torch.float32])
         return max(flops / rate, num_bytes / self.memory)
 
+    def machines(self, ranks: Sequence[int]) -> int:
+        return len({rank // self.per_machine for rank in ranks})
+
     def link(self, ranks: Sequence[int]) -> tuple[float, float]:
         """Rate and latency of a ring of these ranks. Those inside one machine have a port each."""
-        machines = {rank // self.per_machine for rank in ranks}
-        if len(machines) == 1:
+        if (machines := self.machines(ranks)) == 1:
             return self.inside, NODE_LATENCY
-        return min(self.inside, self.between * len(ranks) / len(machines)), self.latency
+        return min(self.inside, self.between * len(ranks) / machines), self.latency
 
     def seconds_to_send(self, event: Event) -> float:
         ranks = event.group if event.peer is None else (event.peer, event.rank)
         rate, latency = self.link(ranks)
+        if event.kind == "all_to_all_single":
+            leaves = len(ranks) * (1 - 1 / self.machines(ranks)) / (len(ranks) - 1)  # of what is sent to each other one
+            rate = min(self.inside, self.between / leaves) if leaves else self.inside
         return event.num_bytes / rate + latency * (math.ceil(math.log2(len(event.group))) if event.peer is None else 1)
 
 
@@ -57,7 +96,8 @@ def machine_of(node: Node, efficiency: float) -> Machine:
     device = node.device
     rates = {torch.float32: device.float32, torch.bfloat16: device.bfloat16 or device.float32}
     return Machine({dtype: rate * efficiency for dtype, rate in rates.items()}, device.memory_bandwidth,
-                   device.node_link * LINK_SHARE, node.network / node.count * LINK_SHARE, node.count, device.latency)
+                   device.node_link * LINK_SHARE, node.network / node.count * LINK_SHARE, node.count, device.latency,
+                   efficiency)
 
 
 class Span(NamedTuple):
@@ -69,13 +109,14 @@ class Span(NamedTuple):
 
 class Clock:
     """What a rank does one after the other, as if its pipeline never kept it waiting: `spans`, among them the actions
-    (kind, micro-batch, chunk) -> (start, end); `computing`, and what it waits for along each axis, in seconds.
+    (kind, micro-batch, chunk) -> (start, end); `computing`, of this what is `bound_by_memory`, and what it waits for
+    along each axis, in seconds.
 
     `seconds` of an action of each (kind, chunk) are the median, since the last ones also wait for what dp sends. A step
     has once what is more than these, `late`."""
 
     def __init__(self, rank: Rank, machine: Machine):
-        self.now, self.computing, self.exposed, self.spans = 0.0, 0.0, Counter(), []
+        self.now, self.computing, self.bound_by_memory, self.exposed, self.spans = 0.0, 0.0, 0.0, Counter(), []
         self.actions: dict[tuple, tuple[float, float]] = {}
         self.free, self.ends, open_phase = Counter(), {}, None
         for entry in rank.count.log:
@@ -84,6 +125,7 @@ class Clock:
             elif entry[0] == "compute":
                 self.now += entry[1]
                 self.computing += entry[1]
+                self.bound_by_memory += entry[1] * (entry[1] > entry[2])
             elif entry[0] == "wait":
                 axis, end = self.ends.get(entry[1], ("", 0.0))
                 self.wait(axis, end)
@@ -124,11 +166,12 @@ class Clock:
         return max((end for _, end in self.actions.values()), default=0.0)
 
 
-def simulate(orders: list[list[tuple]], seconds: Callable[[int, str, int], float], hop: float) -> list[dict]:
+def simulate(orders: list[list[tuple]], seconds: Callable[[int, str, int], float],
+             hop: Callable[[int, int], float]) -> list[dict]:
     """When each stage begins and ends its actions (kind, micro-batch, chunk), in the order that it is given.
 
-    `seconds`(stage, kind, chunk) are those of an action. A message to the next virtual stage or the one before takes
-    `hop` seconds. Raises ValueError for a schedule that never ends.
+    `seconds`(stage, kind, chunk) are those of an action, `hop`(stage, next stage) those of a message. Raises
+    ValueError for a schedule that never ends.
     """
     size, done, at = len(orders), [{} for _ in orders], [0] * len(orders)
     last = max(chunk for order in orders for *_, chunk in order)
@@ -146,7 +189,7 @@ def simulate(orders: list[list[tuple]], seconds: Callable[[int, str, int], float
                 if place >= 0:
                     if needed not in done[place % size]:
                         break
-                    ready = done[place % size][needed][1] + hop * (place % size != stage)
+                    ready = done[place % size][needed][1] + (hop(place % size, stage) if place % size != stage else 0)
                 start = max(free[stage], ready)
                 free[stage], moved = start + seconds(stage, kind, chunk), True
                 done[stage][kind, i, chunk] = start, free[stage]
@@ -157,43 +200,53 @@ def simulate(orders: list[list[tuple]], seconds: Callable[[int, str, int], float
 
 
 class Prediction(NamedTuple):
-    """Seconds of a step, and what they go to. `stages`: the actions of each stage of the pipeline."""
+    """Seconds of a step, and what they go to on a rank. `flops`: a rank's share of the model's, by which MFU counts
+    them, mfu = flops / (seconds x peak). `stages`: the actions of each stage of the pipeline."""
 
     seconds: float
     computing: float
     exposed: dict[str, float]
     bubble: float
+    flops: float
     mfu: float
     stages: list[dict]
-    shift: float  # of what comes after the actions
 
 
-def predict(rank: Rank, machine: Machine, kinds: dict[int, Clock], peak: float) -> Prediction:
-    """`kinds`: a clock for some of the stages. The others are like the second one, or the only one."""
-    grid, own = rank.grid, kinds[rank.grid.pp_rank] if hasattr(rank.grid, "pp_rank") else next(iter(kinds.values()))
-    stages, end, hop = [], own.end_of_actions, 0.0
-    if rank.schedule and (size := grid.pp_world_size) > 1:
-        messages = [each for each in rank.count.log if isinstance(each, Event) and each.axis == "pp" and each.peer]
-        hop = max((machine.seconds_to_send(each) for each in messages), default=0.0)
-        orders = [[(*action, 0)[:3] for action in rank.schedule(stage, size, rank.microbatches)]
-                  for stage in range(size)]
-        clock = [kinds.get(stage, kinds.get(1, own)) for stage in range(size)]
-        stages = simulate(orders, lambda stage, *key: clock[stage].seconds.get(key, 0.0), hop)
-        end = max(last + each.late for stage, each in zip(stages, clock) for _, last in stage.values())
-    seconds, bubble = own.now - own.end_of_actions + end, end - own.end_of_actions
-    tokens = rank.microbatches * rank.args.micro_batch_size * rank.args.seq_len * getattr(grid, "dp_world_size", 1)
-    work = tokens * flops_per_token(rank.config, rank.args.seq_len)
-    return Prediction(seconds, own.computing, {axis: value for axis, value in own.exposed.items() if value > 0},
-                      bubble, work / (grid.world_size * peak * seconds), stages, bubble)
+def play(some: dict[int, tuple[Rank, Clock]], machine: Machine) -> tuple[list[dict], float]:
+    """The actions of each stage of a pipeline, and when the last stage ends its step. `some`: stage -> its rank. The
+    other stages are like the second one."""
+    first = next(iter(some.values()))[0]
+    ranks, size = first.pipeline(), first.grid.pp_world_size
+    if not first.schedule or size == 1:
+        return [], max(clock.now for _, clock in some.values())
+    messages = [each for rank, _ in some.values() for each in rank.count.log
+                if isinstance(each, Event) and each.axis == "pp" and each.peer is not None]
+    largest = max(messages, key=lambda each: each.num_bytes)
+    clocks = [(some.get(stage) or some[1])[1] for stage in range(size)]
+    orders = [[(*action, 0)[:3] for action in first.schedule(stage, size, first.microbatches)] for stage in range(size)]
+    stages = simulate(orders, lambda stage, *key: clocks[stage].seconds.get(key, 0.0), lambda a, b: (
+        machine.seconds_to_send(largest._replace(rank=ranks[a], peer=ranks[b]))))
+    return stages, max(max(end for _, end in actions.values()) + clock.late + clock.now - clock.end_of_actions
+                       for actions, clock in zip(stages, clocks))
+
+
+def predict(rank: Rank, clock: Clock, machine: Machine, kinds: list[tuple[Rank, Clock]]) -> Prediction:
+    """`kinds`: what rank.kinds() names, and their clocks, of all pipelines whose steps end together."""
+    own, pipelines = rank.grid.dp_rank, {}
+    for each in kinds:
+        pipelines.setdefault(each[0].grid.dp_rank, {})[each[0].grid.pp_rank] = each
+    played = {pipeline: play(some, machine) for pipeline, some in pipelines.items()}
+    seconds = max(clock.now, *(end for _, end in played.values()))
+    peak = machine.flops.get(rank.dtype, machine.flops[torch.float32]) / machine.efficiency
+    flops = rank.tokens * flops_per_token(rank.config, rank.args.seq_len) / rank.grid.world_size
+    return Prediction(seconds, clock.computing, {axis: value for axis, value in clock.exposed.items() if value > 0},
+                      seconds - clock.now, flops, flops / (seconds * peak), played[own][0])
 
 
 def flops_per_token(config, seq_len: int) -> float:
-    """As data_sheets.Shape counts them, with those experts that a token passes."""
-    shape = Shape(config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.num_attention_heads,
-                  config.num_key_value_heads, config.vocab_size, config.tie_word_embeddings, config.head_dim)
-    experts = getattr(config, "num_experts", 0) and config.experts_per_token
-    further = 3 * shape.hidden * shape.width * shape.layers * max(experts - 1, 0)
-    return shape.flops(seq_len) + 6 * further
+    shape = Shape(*(getattr(config, name) for name in MODEL), config.head_dim)
+    experts = getattr(config, "num_experts", 0)
+    return shape.flops(seq_len, experts, config.experts_per_token if experts else 1)
 
 
 def write_trace(path: str, rank: Rank, clock: Clock, found: Prediction) -> None:
@@ -216,7 +269,7 @@ def write_trace(path: str, rank: Rank, clock: Clock, found: Prediction) -> None:
         if found.stages and track == "computes" and start < clock.end_of_actions:
             continue  # an action, which is there
         earlier = [new - old for old, new in in_actions if old <= start]
-        shift = found.shift if start >= clock.end_of_actions else earlier[-1] if earlier else 0.0
+        shift = found.bubble if start >= clock.end_of_actions else earlier[-1] if earlier else 0.0
         add(name, start + shift, end + shift, own, track)
     with open(path, "w") as file:
         json.dump({"traceEvents": events}, file)

@@ -92,8 +92,9 @@ class CountedStore(dist.Store):
 
 
 class Count(TorchDispatchMode):
-    """Sizes of all tensors, operations, and `log`, what the rank does: ("compute", seconds), ("begin", phase,
-    micro-batch, chunk), ("end",), ("wait", handle), Event. `seconds_of(flops, bytes)` prices an operation.
+    """Sizes of all tensors, operations, and `log`, what the rank does: ("compute", seconds, those of its products
+    alone), ("begin", phase, micro-batch, chunk), ("end",), ("wait", handle), Event. `seconds_of(flops, bytes, dtype)`
+    prices an operation.
     """
 
     def __init__(self, seconds_of: Callable[[float, float, torch.dtype | None], float], is_gpu: bool):
@@ -189,7 +190,8 @@ class Count(TorchDispatchMode):
         named = dict(zip((each.name for each in func._schema.arguments), args)) if formula else {}
         flops //= 1 + named.get("is_causal", False)  # a kernel leaves out what is masked: half of the scores
         self.flops += flops
-        self.log.append(("compute", self.seconds_of(flops, moved, made[0].dtype if made else None), flops))
+        dtype = made[0].dtype if made else None
+        self.log.append(("compute", self.seconds_of(flops, moved, dtype), self.seconds_of(flops, 0, dtype)))
 
     # Phases
 

@@ -1,6 +1,7 @@
 """Runs train.py of a step as one rank of a dry run: what stands in the place of what, see dry_run_rank.py."""
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -8,15 +9,18 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
+try:
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+except ImportError as error:  # torch does not promise to keep them
+    sys.exit(f"error: torch {torch.__version__} has not what a dry run needs ({error}): use that of constraints.txt")
 
+from dry_run_clock import Rank
 from dry_run_rank import Communication, Count, CountedStore, NormOfCuda
 from step_modules import RandomSamples, StepModules, StepSource
 
@@ -40,27 +44,13 @@ class Zeros(RandomSamples):
         return torch.zeros(self.seq_len + 1, dtype=torch.int64)
 
 
-class Rank(NamedTuple):
-    """What one rank of a step has done. `schedule`(stage, stages, micro-batches) are the actions of any stage."""
-
-    count: Count
-    args: object
-    config: object
-    grid: object
-    store_operations: int
-    schedule: Callable | None
-    microbatches: int
-    parameters: int
-
-
 class Stand:
     """What the modules of a step find in the places of what they import."""
 
     def __init__(self, modules: StepModules, count: Count):
         self.modules, self.count, self.params, self.optimizers = modules, count, [], []
-        self.args = self.config = self.schedule = None
-        self.microbatches = self.steps_left = 1
-        self.num_parameters = 0
+        self.args = self.config = self.schedule = self.dtype = None
+        self.steps_left, self.num_parameters, self.tokens, self.microbatches = 1, 0, 0, [1]
 
     def axis_of(self, group) -> str:
         for name, value in vars(self.modules.process_group_manager.process_group_manager).items():
@@ -88,7 +78,7 @@ class Stand:
         with contextlib.suppress(AttributeError):
             run = modules.pipeline_parallel.run_schedule
             modules.pipeline_parallel.run_schedule = lambda schedule, *args: run(
-                self.note_schedule(schedule, *args), *args)
+                self.note_schedule(schedule), *args)
         self.wrap(modules.train, "parse_args", self.limit)
 
     def wrap(self, module: types.ModuleType, name: str, after: Callable) -> None:
@@ -105,9 +95,11 @@ class Stand:
     def limit(self, args) -> None:
         """One step. Two, of which the second one counts, where an optimizer's averages are only made in its step."""
         self.args, self.steps_left = args, 1 + (getattr(args, "optimizer", "adamw") != "adamw")
-        tokens = args.micro_batch_size * args.gradient_accumulation_steps * getattr(args, "dp_size", 1) * args.seq_len
-        if args.max_tokens >= tokens or "--max_tokens" not in sys.argv:
-            args.max_tokens = self.steps_left * tokens
+        pipelines = len(getattr(args, "pipelines", None) or []) or getattr(args, "dp_size", 1)
+        self.microbatches = getattr(args, "num_microbatches", None) or [args.gradient_accumulation_steps] * pipelines
+        self.tokens = args.micro_batch_size * sum(self.microbatches) * args.seq_len
+        if args.max_tokens >= self.tokens or not any(word.split("=")[0] == "--max_tokens" for word in sys.argv):
+            args.max_tokens = self.steps_left * self.tokens
         args.profile_batch = args.num_workers = args.eval_every = 0
         for name, value in (("compile", False), ("steps", 1), ("local_steps", 1)):
             if getattr(args, name, None):
@@ -117,8 +109,8 @@ class Stand:
 
     def choose_device(self, device: str, dtype: str) -> tuple[torch.device, torch.dtype, str]:
         is_gpu = self.count.is_gpu = self.count.is_gpu if device == "auto" else device == "cuda"
-        dtype = dtype if dtype != "auto" else "bfloat16" if is_gpu else "float32"
-        return torch.device("cpu"), getattr(torch, dtype), "nccl" if is_gpu else "gloo"
+        self.dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if is_gpu else "float32")
+        return torch.device("cpu"), self.dtype, "nccl" if is_gpu else "gloo"
 
     def load_samples(self, dataset_name, model_name, seq_len, vocab_size, num_samples, *args, **more) -> list:
         return [Zeros(seq_len, vocab_size, num_samples)]
@@ -175,31 +167,24 @@ class Stand:
         yield
         self.count.end(self.params)
 
-    def note_schedule(self, schedule: Callable, model, data_loader, *args) -> Callable:
+    def note_schedule(self, schedule: Callable) -> Callable:
         def actions(*sizes: int) -> list:
             with mock.patch.object(self.count, "is_fake", False):  # a schedule's numbers are real
                 return list(schedule(*sizes))
 
         self.schedule = actions
-        self.microbatches = getattr(data_loader, "gradient_accumulation_steps", None) or args[1]
         return actions
 
 
 def prepare_model(flags: list[str], folder: str, presets: dict) -> list[str]:
     """Instead of the name of a model of data_sheets.py, a folder with a config.json of its sizes."""
-    if "--model_name" not in flags or (at := flags.index("--model_name") + 1) == len(flags):
-        return flags
-    name = flags[at]
-    if name not in presets or os.path.isdir(name):
-        return flags
-    shape = presets[name]
-    config = {"model_type": "llama", "hidden_size": shape.hidden, "intermediate_size": shape.width,
-              "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
-              "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "vocab_size": shape.vocab,
-              "tie_word_embeddings": shape.tied, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "initializer_range": 0.02,
-              "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "max_position_embeddings": 8192}
-    pathlib.Path(folder, "config.json").write_text(json.dumps(config))
-    return [*flags[:at], folder, *flags[at + 1 :]]
+    for i, word in enumerate(flags):
+        flag, _, value = word.partition("=")
+        name = value or "".join(flags[i + 1 : i + 2])
+        if flag == "--model_name" and name in presets and not os.path.isdir(name):
+            pathlib.Path(folder, "config.json").write_text(json.dumps(presets[name].config()))
+            return [*flags[:i], f"{flag}={folder}", *flags[i + 2 - bool(value) :]]
+    return flags
 
 
 @contextlib.contextmanager
@@ -261,23 +246,31 @@ def without_timeline(stand: Stand) -> Iterator[None]:
         yield
 
 
+@functools.cache
+def largest_bucket(script: pathlib.Path, flags: tuple[str, ...], world: int, is_gpu: bool, presets: tuple) -> int:
+    """On the bytes of a bucket the ranks of step 9 agree, by the one with most parameters: one of each kind runs up to
+    there."""
+    found: list[int] = []
+
+    def note(own: int) -> None:
+        found.append(own)
+        raise EndOfStep
+
+    def begin(rank: int) -> Rank:
+        return run_rank(script, [*flags], world, rank, 8, lambda *_: 0.0, is_gpu, dict(presets), note)
+
+    for rank in begin(0).kinds():
+        begin(rank)
+    return max(found)
+
+
 def run_rank(script: pathlib.Path, flags: list[str], world: int, rank: int, per_machine: int,
              seconds_of: Callable, is_gpu: bool, presets: dict, agree: Callable[[int], int] | None = None) -> Rank:
-    """One optimizer step of one rank. Raises what the step raises, its UserError among it.
-
-    Ranks of unlike pipelines (step 9) agree on the bytes of a bucket, by the rank with most parameters. So each of them
-    runs up to there first. `agree`(this rank's) is the largest.
-    """
-    if "--pipelines" in flags and agree is None:
-        found: list[int] = []
-
-        def note(own: int) -> None:
-            found.append(own)
-            raise EndOfStep
-
-        for other in range(world):
-            run_rank(script, flags, world, other, per_machine, seconds_of, is_gpu, presets, note)
-        agree = lambda own: max(found)  # noqa: E731
+    """One optimizer step of one rank. Raises what the step raises, its UserError among it. `agree`(a number of this
+    rank) is the largest of all ranks."""
+    if agree is None and (script.parent / "heterogeneous_parallel_plugin.py").is_file():
+        largest = largest_bucket(script, (*flags,), world, is_gpu, (*presets.items(),))
+        agree = lambda own: largest  # noqa: E731
     modules, count, store = StepSource("", folders=(script.parent,)).load(), Count(seconds_of, is_gpu), CountedStore()
     stand = Stand(modules, count)
     environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank % per_machine),
@@ -293,5 +286,6 @@ def run_rank(script: pathlib.Path, flags: list[str], world: int, rank: int, per_
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-    return Rank(count, stand.args, stand.config, modules.process_group_manager.process_group_manager,
-                store.operations, stand.schedule, stand.microbatches, stand.num_parameters)
+    grid = modules.process_group_manager.process_group_manager
+    return Rank(count, stand.args, stand.config, grid, store.operations, stand.schedule,
+                stand.microbatches[grid.dp_rank], stand.num_parameters, stand.tokens, stand.dtype)

@@ -52,7 +52,7 @@ TOY = dict(  # of every name that a configuration has
     qk_nope_head_dim=8, v_head_dim=16, sliding_window=8, ffn_hidden_size=96, n_positions=64, n_embd=64, n_layer=4,
     n_head=4, d_model=64, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
     linear_value_head_dim=16, linear_head_dim=16, linear_num_heads=4, output_router_logits=True,
-    router_aux_loss_coef=0.1,
+    router_aux_loss_coef=0.1, use_qk_norm=True, qk_layernorm=True, rotary_dim=8,
 )
 FOR_SOME = {  # a field of the configuration -> what else a toy with this field needs
     "kv_lora_rank": dict(num_key_value_heads=4, head_dim=8), "moe_k": dict(moe_k=2),
@@ -247,7 +247,7 @@ def print_table(results: dict[str, list[tuple[str, str]]]) -> None:
     lines: dict[tuple, list[str]] = {}
     for name, ((stages, detail), (tp, tp_detail)) in sorted(results.items()):
         why = (detail if stages == "refused" else tp_detail) * ("refused" in (stages, tp))
-        why = re.sub(r"^.* is not implemented(, since|:)? (it has )?|\. Use tp_size 1$|, and .*", "", why)
+        why = re.sub(r"^.* is not implemented(, since|:)? (it has )?|\. Use tp_size 1.*|, and .*| \(transf.*", "", why)
         shown = why.split(", ")[0] + ", ..." * (", " in why)
         lines.setdefault((stages, tp, shown), []).append(name.removesuffix("ForCausalLM"))
     print(f"transformers {transformers.__version__}\n\n| in stages | tp 2 | why not | classes (... ForCausalLM) |")

@@ -83,7 +83,7 @@ def run(case: Case, steps: int = STEPS_RUN, dtype: str = "float64") -> list[int]
 def forget_models() -> None:
     """Hooks of parameters refer to the wrapper that has these, through C++, where Python finds no cycle."""
     for each in gc.get_objects():
-        if type(each) is torch.nn.Parameter and (hooks := each._post_accumulate_grad_hooks):
+        if type(each) is torch.nn.Parameter and (hooks := getattr(each, "_post_accumulate_grad_hooks", None)):
             hooks.clear()
     gc.collect()
 

@@ -8,6 +8,7 @@ import argparse
 import atexit
 import concurrent.futures
 import contextlib
+import errno
 import functools
 import itertools
 import json
@@ -33,6 +34,21 @@ LEFT_OUT = {  # of the environment: a test must not find a way to the Hub, and r
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 SLOTS = max(4, 2 * CORES // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))  # so many ranks of forked jobs run
 # at the same time, or one larger job: of this process, which may be one of several that run tests
+
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES}
+
+
+@contextlib.contextmanager
+def writing(place):
+    """Around what a tool writes to `place`: where that is full, or may not be written, one line ends the program."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        sys.exit(f"error: can't write {error.filename or place} ({error.strerror}): make room there, or choose another "
+                 "place")
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -158,7 +174,7 @@ def start_fork(*args, **kwargs) -> concurrent.futures.Future:
 
 def metrics(log_dir, run_name: str = "default_run") -> list[dict]:
     with open(pathlib.Path(log_dir, run_name, "metrics.jsonl"), encoding="utf-8-sig") as file:
-        return [json.loads(line) for line in file]
+        return [json.loads(line) for line in file if line.endswith("\n")]  # a full disk may hold half of the last one
 
 
 def losses(log_dir, run_name: str = "default_run") -> list[float]:

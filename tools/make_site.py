@@ -14,6 +14,8 @@ import sys
 import tempfile
 import time
 
+from launch import writing
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MARKER = ".site"  # a folder that holds it was written by build(), and may be replaced
 
@@ -68,7 +70,8 @@ def main() -> int:
         if args.films is not None:
             find_programs()
         started = time.perf_counter()
-        pages = build(ROOT, args.out, args.films or tours if args.films is not None else ())
+        with writing(args.out):
+            pages = build(ROOT, args.out, args.films or tours if args.films is not None else ())
     except ModuleNotFoundError as error:
         print(f"make_site.py: {error}: pip install -e '.[docs]'", file=sys.stderr)
         return 2

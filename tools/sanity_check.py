@@ -33,7 +33,7 @@ import sys
 import time
 from typing import NamedTuple
 
-from launch import ROOT, STEPS, Help, metrics, torchrun
+from launch import ROOT, STEPS, Help, metrics, torchrun, writing
 from sanity_figure import draw
 
 QUANTITIES = {"loss": "loss", "grad_norm": "gradient norm"}  # in metrics.jsonl, and in words
@@ -190,6 +190,14 @@ def train(row: Row, flags: dict, log_dir: pathlib.Path) -> bool:
     return done.returncode == 0
 
 
+def has_bfloat16(device: str) -> bool:
+    """Whether the GPU that runs are on multiplies bfloat16 in hardware. On a CPU no other format is quicker: True."""
+    import torch
+
+    is_gpu = device != "cpu" and torch.cuda.is_available()
+    return not is_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--preset", choices=PRESETS, default="tiny", help="with --plot: whose tolerance applies")
@@ -229,20 +237,24 @@ def main() -> int:
     failed, folders, runs = [], [folder.resolve() for folder in args.plot or []], []
     if not args.plot:
         _, _, rate, warm_up, dtype = PRESETS[args.preset]
+        if dtype == "bfloat16" and not args.dtype and not has_bfloat16(args.device):
+            print("this GPU has no bfloat16 in hardware: the preset's dtype is float32 here", flush=True)
+            dtype = "float32"
         flags = {"seq_len": args.seq_len, "learning_rate": rate, "warmup_steps": warm_up, "dtype": args.dtype or dtype,
                  "device": args.device, "max_tokens": args.max_tokens}
         if args.max_grad_norm is not None:
             flags["max_grad_norm"] = args.max_grad_norm
         if args.use_wandb:
             flags.update(use_wandb=True, wandb_group=args.wandb_group)
-        if args.preset == "1b":
-            flags["model_name"] = make_1b_model(args.log_dir / "tinyllama_1b")
         folders = [args.log_dir / "baseline"]
-        for name in sorted(args.rows, key=list(ROWS).index):  # the baseline first
-            if train(ROWS[name], flags, args.log_dir):
-                folders.append(args.log_dir / name)
-            else:
-                failed.append(f"{ROWS[name].label} did not run")
+        with writing(args.log_dir):
+            if args.preset == "1b":
+                flags["model_name"] = make_1b_model(args.log_dir / "tinyllama_1b")
+            for name in sorted(args.rows, key=list(ROWS).index):  # the baseline first
+                if train(ROWS[name], flags, args.log_dir):
+                    folders.append(args.log_dir / name)
+                else:
+                    failed.append(f"{ROWS[name].label} did not run")
     for folder in dict.fromkeys(folders):
         try:
             runs.append(Run.read(folder))

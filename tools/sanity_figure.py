@@ -8,6 +8,8 @@ import math
 import pathlib
 import textwrap
 
+from launch import writing
+
 PANELS = {"loss": ("loss", "|loss - baseline|"),
           "grad_norm": ("gradient norm", "|gradient norm - baseline| / baseline")}
 COLOURS = ["#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#004d40", "#1fa187", "#999933", "#aa4499", "#882255",
@@ -41,8 +43,9 @@ def draw(runs: list, picture: pathlib.Path, dtype: str, tolerance: dict) -> None
             *(f"{run.label} stops after {length}" for run in runs if (length := len(run.values["loss"])) < steps)]
     figure.text(0.016, 1 - 0.3 / height, f"{runs[0].label} against {labels}", fontsize=13, weight="bold")
     figure.text(0.016, 1 - 0.56 / height, "  \u00b7  ".join(what), fontsize=10.5, color="#555555")
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, pil_kwargs={"optimize": True})
+    with writing(picture):
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(picture, pil_kwargs={"optimize": True})
 
 
 def draw_curves(axes, runs: list, key: str) -> None:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from data_sheets import Costs, Shape, parse_nodes  # before the modules of cluster/, which it makes known
 from planning.machines import NUMBER_BYTES
+from utils import UserError
 
 ENGINES = ("1f1b", "zb", "interleaved", "interleaved_zb")
 AXES = ("dp", "tp", "cp", "pp", "ep")
@@ -63,6 +64,11 @@ class Split(NamedTuple):
     cp: int = 1
     ep: int = 1  # of the dp ranks: as many hold an expert each, or several
     sp: bool = False  # sequence parallelism
+
+
+def check_batch(global_batch: int, micro_batch: int) -> None:
+    if global_batch % micro_batch:
+        raise UserError(f"--micro_batch_size {micro_batch} does not divide --global_batch {global_batch}: change one")
 
 
 def splits(job: Job) -> Iterator[Split]:

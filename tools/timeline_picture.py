@@ -15,6 +15,8 @@ import re
 import sys
 from typing import NamedTuple
 
+from launch import writing
+
 COMPUTE = ("forward", "backward", "weight gradients")
 COLOURS = {"forward": "#4477aa", "backward": "#228833", "weight gradients": "#ccbb44", "all-reduce": "#ee7733",
            "wait": "#aa3377", "optimizer": "#777777", "reduce-scatter": "#ee7733", "all-gather": "#66ccee",
@@ -113,8 +115,9 @@ def draw(trace_path: str, png_path: str) -> None:
     shown = sorted({"bubble", "transfer", *(span.kind for span in computed(spans) + background)}, key=[*COLOURS].index)
     figure.legend([Patch(color=COLOURS[kind]) for kind in shown], shown, ncols=len(shown), loc="outside upper left",
                   frameon=False)
-    pathlib.Path(png_path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png_path)
+    with writing(png_path):
+        pathlib.Path(png_path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(png_path)
 
 
 def draw_transfers(axes, spans: list[Span]) -> None:

@@ -84,7 +84,8 @@ class TypedRank(TypedGradients):
         isend = spmd.no_typecheck(dist.isend)
         self.enter_context(mock.patch.multiple(
             dist, get_backend=lambda group=None: "gloo", init_process_group=mock.Mock(), isend=isend,
-            send=spmd.no_typecheck(dist.send), **{name: getattr(self, name) for name in self.originals}))
+            send=spmd.no_typecheck(dist.send), **{name: getattr(self, name) for name in self.originals},
+            **{name: self.reduce_scatter for name in dir(dist) if name.startswith("reduce_scatter")}))
         self.enter_context(mock.patch.multiple(dist.distributed_c10d, isend=isend, irecv=dist.irecv))  # P2POp asks
         self.enter_context(mock.patch.multiple(
             torch.nn.utils, get_total_norm=self.total_norm,
@@ -145,6 +146,10 @@ class TypedRank(TypedGradients):
         self.note("all_gather", group)
         with spmd.no_typecheck():
             return self.originals["all_gather"](tensors, tensor, group=group, async_op=async_op)
+
+    def reduce_scatter(self, output, tensors, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        """In each of its forms. Only its types count, and these a Function has, so it leaves `output` as it is."""
+        self.note("reduce_scatter", group)
 
     def all_to_all_single(self, output, rows, output_sizes=None, input_sizes=None, group=None, async_op=False):
         """As if each rank sent the same rows."""

@@ -14,6 +14,7 @@ of a card less what CUDA and its libraries occupy. Without numbers or --model_na
 
 import argparse
 import math
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -28,11 +29,14 @@ from planning.search import find_plans
 from planning.shares import shares_by_speed
 from planning.simulate import peak_memory, simulate
 from ranks.memory import USABLE_MEMORY
+from splits import check_batch
 from utils import TINY_LLAMA, ArgumentParser, UserError, one_clear_error, positive_int
 from utils import to_readable_format
 
 CARDS = ("8", "12", "16", "24", "16+12+8", "24+24")
 ON_CARDS = ("llama-1b", "llama-2-7b", "llama-8b", "llama-2-13b")
+OF_CLUSTER = ("dtype", "global_batch", "micro_batch_size", "wire_dtype", "gradient_wire_dtype", "schedule",
+              "recompute", "top", "peak_tflops", "efficiency", "device_memory")  # flags that --cards does not read
 CUDA = 0.8  # GB that a process takes of a card before it has a model
 
 
@@ -51,12 +55,6 @@ class Job(NamedTuple):
     @property
     def num_devices(self) -> int:
         return sum(node.count for node in self.nodes)
-
-    @property
-    def flops(self) -> float:
-        """Of all devices, by their data sheets."""
-        return sum(node.count * (node.device.bfloat16 if self.dtype == "bfloat16" else node.device.float32)
-                   for node in self.nodes)
 
     def cluster(self, nodes: list[Node], tp_size: int, sizes: list[int]) -> Cluster:
         return Cluster(synthetic_cluster(self.shape, nodes, tp_size, self.seq_len, self.dtype, sizes, self.efficiency,
@@ -143,8 +141,10 @@ def simulate_grid(job: Job, dp: int, pp: int, tp: int, size: int) -> Grid:
 
 
 def mfu(job: Job, step_seconds: float) -> float:
-    """Model FLOPs utilization."""
-    return job.global_batch * job.seq_len * job.shape.flops(job.seq_len) / (step_seconds * job.flops)
+    """Model FLOPs utilization, of what all devices do by their data sheets."""
+    peak = sum(node.count * (node.device.bfloat16 if job.dtype == "bfloat16" else node.device.float32)
+               for node in job.nodes)
+    return job.global_batch * job.seq_len * job.shape.flops(job.seq_len) / (step_seconds * peak)
 
 
 def table(job: Job, found: list[Grid], top: int) -> str:
@@ -190,14 +190,15 @@ def unlike(job: Job, size: int | None, top: int) -> str:
 
 def what_if(args) -> str:
     """What --cluster prints. Raises UserError where the flags can't be read."""
-    if args.micro_batch_size and len(args.micro_batch_size) > 1:
+    size, *others = args.micro_batch_size or [None]
+    if others:
         raise UserError("--cluster takes one --micro_batch_size, or none")
+    check_batch(args.global_batch or 32, size or 1)
     nodes, dtype = read_nodes(args)
-    schedule = "1f1b" if args.schedule == "auto" else args.schedule
-    setting = Setting(schedule, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
+    setting = Setting("1f1b" if args.schedule == "auto" else args.schedule, args.wire_dtype, args.gradient_wire_dtype,
+                      args.recompute)
     job = Job(read_shape(args.model_name or TINY_LLAMA, args), nodes, args.seq_len or 128, args.global_batch or 32,
               dtype, setting, args.efficiency, args.memory_fraction)
-    size = args.micro_batch_size[0] if args.micro_batch_size else None
     head = (f"{args.cluster}: {job.num_devices} devices in {len(nodes)} nodes, {dtype}; {LINK_SHARE:.0%} of links and "
             f"{args.efficiency:.0%} of FLOP/s are reached\n{to_readable_format(job.shape.parameters)} parameters, "
             f"{job.global_batch} samples of {job.seq_len} tokens a step; {args.memory_fraction:.0%} of the memory may "
@@ -216,10 +217,7 @@ def measure_modules(name: str, shape: Shape, seq_len: int, lora_rank: int, base_
     from models.lora import ALL, Lora
     from models.loss import mean_cross_entropy
 
-    config = LlamaConfig(hidden_size=shape.hidden, intermediate_size=shape.width, num_hidden_layers=shape.layers,
-                         num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
-                         vocab_size=shape.vocab, tie_word_embeddings=shape.tied,
-                         max_position_embeddings=max(4096, seq_len))
+    config = LlamaConfig(**{**shape.config(), "max_position_embeddings": max(4096, seq_len)})
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     flags = argparse.Namespace(lora_rank=lora_rank, lora_alpha=2 * lora_rank, lora_dropout=0.0, lora_targets=ALL,
@@ -254,23 +252,32 @@ def on_cards(modules: dict, cards: str, memory_fraction: float) -> str:
     return "no"
 
 
+def cards(text: str) -> str:
+    """The type of --cards."""
+    if not re.fullmatch(r"\d{1,4}(\.\d+)?(\+\d{1,4}(\.\d+)?)*", text) or min(map(float, text.split("+"))) <= CUDA:
+        raise argparse.ArgumentTypeError(f"write the GB of each card, as in 16+12+8, more than the {CUDA} that CUDA "
+                                         f"takes, and below 10000, got {text!r}")
+    return text
+
+
 def parse_args(argv: list[str] | None = None):
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cluster", metavar="64xH100:8", help="8xDEVICE:4 is 8 of them, 4 in a node; unlike ones are "
                         "added as in 1xRTX4090+2xRTX3090, and @100mbit is a node's network")
-    parser.add_argument("--cards", nargs="*", metavar="16+12+8", help="GB of each card")
+    parser.add_argument("--cards", nargs="*", type=cards, metavar="16+12+8", help="GB of each card")
     add_model_flags(parser, f"a directory with a config.json, a Hub id, or one of {', '.join(PRESETS)}")
     add_search_flags(parser)
     add_device_flags(parser, "with --cluster")
-    parser.add_argument("--lora_rank", type=positive_int, help="with --cards (default: 16)")
+    parser.add_argument("--lora_rank", type=positive_int, default=16, help="with --cards (16)")
     parser.add_argument("--base_bits", type=int, choices=[4], help="with --cards: a frozen base in 4 bits")
     args = parser.parse_args(argv)
     if (args.cluster is None) == (args.cards is None):
         raise UserError("say which machines: --cluster 64xH100:8, or --cards 16+12+8; one of the two")
-    if args.cluster is not None and (args.lora_rank or args.base_bits):
-        raise UserError("--lora_rank and --base_bits are for --cards: with --cluster all weights are trained, leave "
-                        "them out")
-    args.lora_rank = args.lora_rank or 16
+    if args.cluster is not None and (args.lora_rank != 16 or args.base_bits):
+        raise UserError("--lora_rank and --base_bits are for --cards: --cluster trains all weights, leave them out")
+    for name in OF_CLUSTER if args.cluster is None else ():
+        if getattr(args, name) != parser.get_default(name):
+            raise UserError(f"--{name} is for --cluster: --cards asks for memory alone, leave it out")
     return args
 
 

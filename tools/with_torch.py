@@ -18,7 +18,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from launch import ROOT, Help, fork, metrics, modules_of
+from launch import ROOT, Help, fork, metrics, modules_of, writing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -153,8 +153,9 @@ def train(forward_backward, params, mesh, samples, args, device: str = "cpu") ->
     squares = torch.stack([whole(param.grad).square().sum() for param in params]).sum()  # not inside the timed loop
     dist.all_reduce(squares, group=mesh["pp"].get_group())  # stages hold different parameters
     if reports and args.out:
-        pathlib.Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-        pathlib.Path(args.out).write_text(json.dumps({**found, "grad_norm": squares.sqrt().item()}))
+        with writing(args.out):
+            pathlib.Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+            pathlib.Path(args.out).write_text(json.dumps({**found, "grad_norm": squares.sqrt().item()}))
 
 
 def compare(args) -> int:

@@ -3,6 +3,7 @@
 import argparse
 import atexit
 import contextlib
+import errno
 import functools
 import json
 import math
@@ -27,6 +28,7 @@ CONFIG_FIELDS = {
     "head_dim", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "initializer_range", "hidden_act",
     "attention_bias", "mlp_bias",
 }
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the disk is full, or what this user or a file may take of it
 
 
 class UserError(ValueError):
@@ -50,8 +52,8 @@ class ArgumentParser(argparse.ArgumentParser):
 def one_clear_error(out_of_memory: str = "choose a smaller model"):
     """Wraps main(): a UserError ends the program with its message and exit code 2, and Ctrl-C ends it at once.
 
-    Where memory runs out, the message ends with the remedy `out_of_memory`. Any other exception is a fault of the
-    program and keeps its traceback.
+    Where memory runs out, the message ends with the remedy `out_of_memory`; where a disk is full, it says so. Any other
+    exception is a fault of the program and keeps its traceback.
     Python's own handler of Ctrl-C waits for the main thread, which may be waiting in C++ code. The system's default
     action does not wait. On success the process ends by os._exit: in Python's own way to end, threads of gloo that
     still release tensors would abort it ("terminate called without an active exception").
@@ -59,21 +61,37 @@ def one_clear_error(out_of_memory: str = "choose a smaller model"):
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
-    except (UserError, RuntimeError) as error:
+    except (UserError, RuntimeError, OSError) as error:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # of a GPU, of the CPU
             error = f"out of memory ({str(error).splitlines()[0]}): {out_of_memory}"
+        elif isinstance(error, OSError) and error.errno in NO_ROOM:
+            error = f"can't write {error.filename or 'what is printed'} ({error.strerror}): make room there"
         elif not isinstance(error, UserError):
+            if "by peer" in str(error):  # another rank has ended, which says why: torchrun ends this one, too
+                time.sleep(5)
             raise
         if int(os.environ.get("RANK", 0)) > 0:
             time.sleep(8)  # rank 0 usually reports the same error, and torchrun ends all; else it is this rank's own
         print(f"error: {error}", file=sys.stderr, flush=True)
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's summary, the last lines of all, ends with it
             report = {"message": str(error), "extraInfo": {"timestamp": int(time.time())}}
-            pathlib.Path(path).write_text(json.dumps({"message": report}))
+            with contextlib.suppress(OSError):
+                pathlib.Path(path).write_text(json.dumps({"message": report}))
+        sys.unraisablehook = lambda unraisable: None  # a file on a full disk fails once more when Python closes it
         sys.exit(2)
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(0)
+
+
+@contextlib.contextmanager
+def writing(path: str):
+    """Around what writes to `path`: where the disk is full, or may not be written, a UserError says so."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"can't write {path} ({error.strerror or error}): make room there, or choose another --log_dir"
+                        ) from None
 
 
 def number(kind: type, is_allowed, words: str):
@@ -96,7 +114,8 @@ zero_or_more_float = number(float, lambda value: value >= 0, "0 or more")
 def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype, str]:
     """The one place where the flags --device and --dtype become a device, a dtype and a communication backend.
 
-    `auto` is CUDA where there is a GPU, and bfloat16 on CUDA, float32 on the CPU.
+    `auto` is CUDA where there is a GPU, and bfloat16 on GPUs that have it in hardware, else float32: a T4, V100, GTX
+    10xx or RTX 20xx computes bfloat16 many times slower.
     NCCL needs a GPU for each rank of this machine. Where there are fewer, ranks share GPUs and communicate over gloo.
     Raises UserError where CUDA is asked for and absent.
     """
@@ -104,16 +123,18 @@ def choose_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype, s
         raise UserError("--device cuda, but torch sees no GPU: use --device cpu, or install a CUDA build of torch")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
     if device == "cpu":
-        return torch.device(device), getattr(torch, dtype), "gloo"
+        return torch.device(device), torch.float32 if dtype == "auto" else getattr(torch, dtype), "gloo"
     rank, ranks = os.environ.get("RANK", 0), os.environ.get("WORLD_SIZE", 1)  # some launchers don't count by machine
     local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     gpus = torch.cuda.device_count()
     if local_ranks > gpus and local_rank == 0:
         print(f"{local_ranks} ranks share {gpus} GPU(s) over gloo: messages pass through host memory", flush=True)
     torch.cuda.set_device(local_rank % gpus)
+    if dtype == "auto":
+        dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+        if dtype == "float32" and int(rank) == 0:
+            print(f"{torch.cuda.get_device_name()} has no bfloat16 in hardware: --dtype auto is float32", flush=True)
     return torch.device("cuda", local_rank % gpus), getattr(torch, dtype), "gloo" if local_ranks > gpus else "nccl"
 
 

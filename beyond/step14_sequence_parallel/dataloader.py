@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import process_group_manager as pgm
-from utils import UserError, require_reachable_hub
+from utils import UserError, require_reachable_hub, writing
 
 BLOCK = 1 << 16  # characters that are read from a file at a time
 FORMATS = re.compile(r"(?<!dataset_infos)\.(txt|jsonl?|csv|parquet)(\.gz|\.bz2|\.xz|\.zst)?$")  # of files' names
@@ -123,20 +123,17 @@ def encode_to_file(dataset_name: str, model_name: str, num_tokens: int, cache_di
         if open(file, "rb").read(40).startswith(b"version https://git-lfs"):
             raise UserError(f"{file} is a Git LFS pointer, not the file itself: git lfs pull brings that")
     tokenizer, count = load_tokenizer(model_name), 0
-    try:
+    with writing(encoded):
         os.makedirs(cache_dir, exist_ok=True)
-        tempfile.TemporaryFile(dir=cache_dir).close()
-    except OSError as error:
-        raise UserError(f"can't write to {cache_dir} ({error.strerror}): choose another --log_dir") from None
-    with tempfile.TemporaryDirectory(dir=cache_dir) as folder:
-        unfinished = os.path.join(folder, "tokens")
-        with open(unfinished, "wb") as file:
-            for ids in encode(read_corpus(path), tokenizer):
-                ids[: num_tokens - count].tofile(file)
-                count += len(ids)
-                if count >= num_tokens:
-                    break
-        os.replace(unfinished, encoded)  # only now, so no run ever sees half of the file, however this one ends
+        with tempfile.TemporaryDirectory(dir=cache_dir) as folder:
+            unfinished = os.path.join(folder, "tokens")
+            with open(unfinished, "wb") as file:
+                for ids in encode(read_corpus(path), tokenizer):
+                    file.write(ids[: num_tokens - count].tobytes())
+                    count += len(ids)
+                    if count >= num_tokens:
+                        break
+            os.replace(unfinished, encoded)  # only now, so no run ever sees half of the file, however this one ends
     return encoded
 
 

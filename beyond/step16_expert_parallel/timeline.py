@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from utils import UserError
+from utils import UserError, writing
 
 
 class Span(NamedTuple):
@@ -92,7 +92,7 @@ class Timeline:
         dist.all_gather_object(everyone, (place, spans))
         self.recording, self.spans = False, []
         if grid.is_logging_rank:
-            with open(path, "w") as file:
+            with writing(path), open(path, "w") as file:
                 json.dump({"traceEvents": trace_events(everyone), "displayTimeUnit": "ms"}, file)
             print(f"timeline: {path}", flush=True)
             for pipeline in range(grid.dp_world_size):

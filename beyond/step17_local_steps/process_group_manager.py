@@ -13,6 +13,8 @@ Consecutive ranks differ in tp first: tensor-parallel ranks communicate most, an
 same machine (Narayanan et al. 2021).
 """
 
+import atexit
+import contextlib
 import datetime
 import json
 import os
@@ -99,13 +101,38 @@ def init_process_group(backend: str, timeout_seconds: float = 600, flags: dict |
     if unlike or store.add("alike", 1) == world_size:  # a rank that differs, or the last of all: the others wait for it
         store.set("difference", "".join(unlike[:1]))
     if difference := store.get("difference").decode():
+        def wait_for_readers() -> None:  # the store may end with rank 0, and a rank that comes late would wait for it
+            with contextlib.suppress(RuntimeError):  # it has ended
+                if store.add("have read it", 1) == world_size:
+                    store.set("all have read it", "")
+                store.wait(["all have read it"], timeout)
+
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of its machine: it says what differs before it waits
+        atexit.register(wait_for_readers) if is_first else wait_for_readers()
         raise UserError(f"ranks were started with different flags: {difference}: give all ranks the same")
     dist.init_process_group(backend, store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size,
                             timeout=timeout)
 
 
+def require_equal_counts() -> None:
+    """Raises UserError, on all ranks, where they are in unlike numbers of process groups. Collective.
+
+    torch names a group after its ranks and after the number of groups that the rank is in. Where these numbers differ,
+    the members of the next group wait for each other under different names. So whenever some ranks make a group, each
+    of the others makes one, too, if only of itself.
+    """
+    count = len(dist.distributed_c10d._world.pg_names)
+    own = torch.tensor([count, -count], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(extremes := own.clone(), dist.ReduceOp.MAX)
+    if not (extremes == own).all():
+        raise UserError(f"some ranks are in {-extremes[1]} process groups, others in {extremes[0]}: all have to make "
+                        "equally many, so let each rank that a group leaves out make a group of its own")
+
+
 def setup_process_group_manager(dp_size: int, pp_size: int, tp_size: int) -> None:
     global process_group_manager
+    require_equal_counts()  # with what this process has made before
     process_group_manager = ProcessGroupManager(dp_size, pp_size, tp_size)
+    require_equal_counts()
     if dist.get_rank() == 0:
         print(process_group_manager.describe(), flush=True)

@@ -29,7 +29,7 @@ import exits
 from check_hosts import Contact
 from elastic import RETRY, Elastic
 from host_facts import MARK, print_rows
-from host_run import BEGUN, BLANK, ROOT, fill_in, watch, without_secrets
+from host_run import BEGUN, BLANK, ROOT, exit_code, fill_in, watch, without_secrets
 from inventory import NOT_STARTED, OF_SSH, Host, UserError
 from remote_run import NEVER, Launch, Run, far_end, say
 
@@ -52,13 +52,6 @@ def is_locked(file, kind: int, tries: int = 1) -> bool:
 def is_alive(folder: pathlib.Path) -> bool:
     with open(folder / "job.json") as file:
         return not is_locked(file, fcntl.LOCK_SH)
-
-
-def exit_code(folder: pathlib.Path) -> int:
-    """Of a daemon that has ended. One that was killed, or whose machine was switched off, has left none."""
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        return int((folder / "code").read_text())
-    return exits.KILLED
 
 
 def last_lines(file: BinaryIO) -> list[bytes]:

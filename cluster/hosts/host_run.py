@@ -17,6 +17,7 @@ As a daemon (detached.py) it hears of no launcher, and ends when it gets a signa
 import contextlib
 import json
 import os
+import pathlib
 import queue
 import re
 import select
@@ -193,6 +194,13 @@ def fill_in(path, number: int) -> None:
     """Over the BLANK in that file, so that a disk that has become full takes it."""
     with open(path, "r+") as file:
         file.write(str(number))
+
+
+def exit_code(folder: pathlib.Path) -> int:
+    """Of a daemon that has ended. One that was killed, or whose machine was switched off, has left none."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return int((folder / "code").read_text())
+    return exits.KILLED
 
 
 def main() -> int:

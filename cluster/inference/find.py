@@ -13,6 +13,7 @@ import os
 
 from checkpoints.files import ADAPTER, ADAPTER_CONFIG, STATE, read_latest
 from checkpoints.resume import Found, find_checkpoint
+from pipeline_template import newer_than_tried
 from ranks.collectives import gather
 from ranks.disks import Disks
 from ranks.files import read_json, unmarked
@@ -33,7 +34,8 @@ def reading(path: str, what: str = "can't be loaded"):
     except BaseException as error:  # a panic of tokenizers' Rust is no Exception
         for file in glob.glob(f"{glob.escape(path)}/*.json") + glob.glob(f"{glob.escape(path)}/*.safetensors"):
             look_into(file, bool)
-        raise UserError(f"{path} {what}: {' '.join(str(error).split())[:300]}") from None
+        raise UserError(f"{path} {what}: {' '.join(str(error).split())[:300]}"
+                        f"{newer_than_tried('transformers')}{newer_than_tried('peft')}") from None
 
 
 def read_tokenizer(path: str):

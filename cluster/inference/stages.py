@@ -14,6 +14,7 @@ stage of a pipeline has this layer, so each stage numbers its layers from 0 on: 
 wrong on the others, silently, from the second token on.
 """
 
+import inspect
 from collections import deque
 from collections.abc import Callable
 
@@ -24,10 +25,21 @@ import process_group_manager as pgm
 from models.causal import forward
 from pipeline_parallel import StageCommunication
 from pipeline_stage import Absent, PipelineStage
-from pipeline_template import listed_modules
+from pipeline_template import Unsupported, listed_modules, names_of
 from utils import UserError
 
+CACHE_NAMES = "cache", "past_key_values"  # the second until transformers 5.23
 ATTENTION = "get_mask_sizes"  # what only a cache's layers of attention have
+
+
+def name_of_cache(model: torch.nn.Module) -> str:
+    """By which argument the model's forward takes it. Raises Unsupported."""
+    takes = {*inspect.signature(model.forward).parameters, *inspect.signature(model.base_model.forward).parameters}
+    found = next((name for name in CACHE_NAMES if name in takes), None)
+    if not found:
+        raise Unsupported(f"{type(model).__name__} takes no {' or '.join(CACHE_NAMES)}: start generate.py without "
+                          "torchrun, since one process writes with it")
+    return found
 
 
 class DividedModel:
@@ -48,10 +60,12 @@ class DividedModel:
                 if hasattr(module, "layer_idx"):
                     module.layer_idx = number
         with pgm.together(group):
+            self.cache_name = name_of_cache(stage.model)
             if not any(hasattr(layer, ATTENTION) for layer in self.make_cache().layers):
                 raise UserError(f"stage {stage.stage_index} of {len(stage.own_layers())} layers has none of attention, "
                                 "by which a stage counts earlier tokens: give it more layers, by --pipelines")
 
+    @names_of("transformers")
     def make_cache(self):
         from transformers import DynamicCache
 
@@ -88,7 +102,7 @@ class DividedModel:
         """Passes the next tokens of prompt k through this stage. The last one then draws another, and tells the others.
         """
         stage = self.stage
-        stage.arguments = {"use_cache": True, "past_key_values": self.caches[k]}
+        stage.arguments = {"use_cache": True, self.cache_name: self.caches[k]}
         if "logits_to_keep" in stage.inputs:
             stage.arguments["logits_to_keep"] = 1
         out = forward(stage, self.communication, k, {"input_ids": torch.tensor([ids], device=self.device)})
@@ -113,6 +127,7 @@ class DividedModel:
         dist.recv(message, self.group.size() - 1, group=self.group)
         return tuple(message.tolist())
 
+    @names_of("transformers")
     def make_draw(self, k: int, length: int, max_new_tokens: int) -> Callable:
         """draw(logits (1, V)) -> (id, is_over) of the next token of prompt k, as the model's generate() draws it."""
         from transformers import GenerationConfig, LogitsProcessorList

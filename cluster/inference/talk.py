@@ -30,7 +30,9 @@ Talk = list[dict[str, str]]  # messages, as a chat template takes them
 
 def generate_all(args) -> None:
     """What generate.py does. Collective. Raises UserError, also where another rank is lost."""
-    device, _ = meet(args)
+    device, dtype = meet(args)
+    if args.dtype == "auto" and device.type == "cuda" and dtype == torch.float32:  # it has no bfloat16 in hardware
+        args.dtype = "float32"
     settings = drawing(args), args.seed, dist.new_group(backend="gloo", timeout=FOREVER)
     if dist.get_world_size() == 1:
         generator = WholeModel(args, device, *settings)

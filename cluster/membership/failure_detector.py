@@ -89,7 +89,8 @@ class FailureDetector:
                 with contextlib.suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)
         if dist.is_initialized() and dist.get_backend() == "nccl":  # by torch's documentation; never run
-            dist.distributed_c10d._abort_process_group()
+            abort_all = getattr(dist.distributed_c10d, "_abort_process_group", dist.group.WORLD.abort)  # else one group
+            abort_all()
 
     def close(self) -> None:
         """This process leaves the generation; the others hear of it."""

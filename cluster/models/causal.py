@@ -18,7 +18,7 @@ from models.loss import mean_cross_entropy
 from models.names import their_name
 from models.published import published_weights
 from pipeline_parallel import Action
-from pipeline_template import PipelineTemplate
+from pipeline_template import PipelineTemplate, newer_than_tried
 from ranks.collectives import gather, say
 from ranks.placement import once_per_machine
 from run_common import check_positions, load_model, local_directory
@@ -135,7 +135,7 @@ def of_transformers(args, fields: dict, dtype: torch.dtype) -> Model:
 
     if (kind := fields.get("model_type")) not in CLASSES:
         raise UserError(f"--model_name {args.model_name!r} is a {kind}, and transformers has no causal language model "
-                        "of this type: use one that writes text")
+                        f"of this type: use one that writes text{newer_than_tried('transformers')}")
     if args.num_attention_heads or args.num_key_value_heads:
         raise UserError("--num_attention_heads and --num_key_value_heads are for a Llama: leave them out")
     directory = args.model_name and once_per_machine(
@@ -154,7 +154,8 @@ def of_transformers(args, fields: dict, dtype: torch.dtype) -> Model:
         raise
     except Exception as error:  # of many classes, for fields that do not go together
         raise UserError(f"--model_name {args.model_name!r}: transformers makes no {CLASSES[kind]} of its config.json "
-                        f"({' '.join(str(error).split())[:300]}): correct it") from None
+                        f"({' '.join(str(error).split())[:300]}): correct it"
+                        f"{newer_than_tried('transformers')}") from None
     rate = RATE if args.lora_rank else min(1e-3, default_learning_rate(model.config.hidden_size))
     coefficient = getattr(model.config, "router_aux_loss_coef", 0)
     criterion = functools.partial(mean_cross_entropy, router_loss_coef=coefficient)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.nn as nn
 
+from pipeline_template import names_of
 from ranks.memory import return_freed_memory
 from ranks.progress import progress
 
@@ -24,6 +25,7 @@ def is_matrix(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2's
 
 
+@names_of("bitsandbytes")
 def pack(layer: nn.Module, dtype: torch.dtype) -> None:
     """Packs all matrices of a decoder layer that are not packed yet. They multiply in `dtype`."""
     from bitsandbytes.nn import Linear4bit, Params4bit

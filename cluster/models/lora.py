@@ -29,7 +29,7 @@ import process_group_manager as pgm
 from hf_tensor_parallel import RowParallel, SharedByHeads
 from models.four_bits import PACKED_BYTES, is_matrix, load_packed, pack
 from models.names import peft_name
-from pipeline_template import listed_modules
+from pipeline_template import listed_modules, names_of
 from ranks.collectives import say
 from tensor_parallel import Reduce, split_parameter
 from utils import UserError, number, positive_float, positive_int
@@ -117,17 +117,17 @@ class Lora:
 
         A is drawn by the seed and the parameter's name, so it is the same in every topology.
         """
-        from peft import inject_adapter_in_model
-        from peft.tuners.lora import Linear, LoraLayer
-
         if self.base_bits:
             for layer in stage.own_layers():
                 pack(layer, self.dtype)
-        self.config._register_custom_module({RowParallel: Linear})  # which is no nn.Linear
         for module in stage.model.modules():
             if isinstance(module, RowParallel):
                 module.input_size, module.output_size = module.weight.shape  # peft asks; adapters get their shape below
-        with warnings.catch_warnings():
+        with names_of("peft"), warnings.catch_warnings():
+            from peft import inject_adapter_in_model
+            from peft.tuners.lora import Linear, LoraLayer
+
+            self.config._register_custom_module({RowParallel: Linear})  # which is no nn.Linear
             warnings.simplefilter("ignore", FutureWarning)  # of peft, about transformers
             inject_adapter_in_model(self.config, stage.model)
         for module in [*stage.model.modules()]:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import torch
 
+from pipeline_template import names_of
+
 THEIR_NAMES = (  # our Llama's -> Hugging Face's
     (r"^embedding\.", "model.embed_tokens."),
     (r"^decoder_layers\.", "model.layers."),
@@ -38,9 +40,17 @@ def trained_alone(stage) -> set[str] | None:
 
 
 def as_files_have_it(model, name: str, kind: str) -> Callable[[torch.Tensor], dict[str, torch.Tensor]]:
-    """A function that turns a parameter into what files have for it: of a mixture of experts each expert by itself."""
+    """A function that turns a parameter into what files have for it: of a mixture of experts each expert by itself.
+
+    One of several that published files have as one keeps the name that it has in the model, which is read, too.
+    """
     if kind != "model" or not hasattr(model, "base_model_prefix") or ".lora_" in name:
         return lambda full: {name: full}
-    from transformers.core_model_loading import revert_weight_conversion
+    with names_of("transformers"):
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
+        converters = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightConverter)]
+    if any(target in name for each in converters if len(each.target_patterns) > 1 for target in each.target_patterns):
+        return lambda full: {name: full}
     return lambda full: revert_weight_conversion(model, {name: full})

@@ -3,6 +3,7 @@
 import torch.distributed as dist
 
 import process_group_manager as pgm
+from pipeline_template import names_of
 
 
 def gather(value) -> list:
@@ -18,13 +19,19 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+@names_of("torch")
+def default_store() -> dist.Store:
+    """That of the process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def wait_for_all(what: str) -> None:
     """Until all ranks have come here. Once for each `what` of a generation. Collective.
 
     It is for those who end their groups next. The ranks meet in the store, since a barrier of gloo's hangs where the
     first to leave it shuts its connections while others are still in it.
     """
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     store.set(f"{what}/{dist.get_rank()}", "")
     store.wait([f"{what}/{rank}" for rank in range(dist.get_world_size())])
 

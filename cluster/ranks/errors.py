@@ -8,6 +8,7 @@ import sys
 import torch.distributed as dist
 
 from hosts import exits
+from ranks.collectives import default_store
 from utils import UserError, one_clear_error
 
 PATIENCE = datetime.timedelta(seconds=8)  # for rank 0, which may be slower to fail
@@ -62,9 +63,11 @@ def store_of_all() -> dist.Store | None:
     """That of the process group or, before the ranks have met, what torchrun's variables name. None for one process."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return None
-    if dist.is_initialized():
-        return dist.PrefixStore("errors", dist.distributed_c10d._get_default_store())
     is_master = os.environ["RANK"] == "0" and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    if dist.is_initialized():
+        is_master = False  # the store is there already
+        with contextlib.suppress(UserError):
+            return dist.PrefixStore("errors", default_store())
     return dist.PrefixStore("errors", dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None,
                                                     is_master, PATIENCE, wait_for_workers=False))
 

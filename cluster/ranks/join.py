@@ -34,19 +34,24 @@ def print_table(heads: list[str], rows: list[list]) -> None:
         print_rows([[str(cell) for cell in row] for row in (heads, *rows)])
 
 
-def print_banner(device: torch.device, dtype: torch.dtype) -> None:
-    """A line a rank: which machine it runs on. Collective. Raises UserError where ranks compute in unlike dtypes."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
-    everyone = gather((device.type, str(dtype).removeprefix("torch."), os.environ.get("LOCAL_RANK", "0"),
-                       socket.gethostname(), name, network_name()))
-    kinds, dtypes = ([facts[k] for facts in everyone] for k in range(2))
+def require_one_dtype(dtype: torch.dtype) -> None:
+    """Raises UserError where ranks compute in unlike dtypes, as GPUs with and without bfloat16 do. Collective."""
+    dtypes = gather(str(dtype).removeprefix("torch."))
     if len(set(dtypes)) > 1:
         raise UserError(f"all ranks have to compute in one dtype, but these differ, by rank: {', '.join(dtypes)}: "
                         "give all the same --dtype, for instance --dtype float32")
+
+
+def print_banner(device: torch.device, dtype: torch.dtype) -> None:
+    """A line a rank: which machine it runs on. Collective. Raises UserError as require_one_dtype does."""
+    require_one_dtype(dtype)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    everyone = gather((device.type, os.environ.get("LOCAL_RANK", "0"), socket.gethostname(), name, network_name()))
+    kinds = [facts[0] for facts in everyone]
     ranks = "1 rank" if len(everyone) == 1 else f"{len(everyone)} ranks"
-    say(f"{ranks} over {dist.get_backend()}, {dtypes[0]}, torch {torch.__version__}")
+    say(f"{ranks} over {dist.get_backend()}, {str(dtype).removeprefix('torch.')}, torch {torch.__version__}")
     print_table(["rank", "local rank", "host", "device" if len(set(kinds)) > 1 else device.type.upper(), "network"],
-                [[rank, *facts] for rank, (_, _, *facts) in enumerate(everyone)])
+                [[rank, *facts] for rank, (_, *facts) in enumerate(everyone)])
 
 
 def network_name() -> str:

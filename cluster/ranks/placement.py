@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from hosts.host_facts import HOME, interface_towards
-from ranks.collectives import from_rank, gather, wait_for_all
+from ranks.collectives import default_store, from_rank, gather, wait_for_all
 from ranks.lost import FOREVER, is_elastic
 
 
@@ -116,7 +116,7 @@ def renumber_ranks(order: list[int]) -> None:
 
     Call it before any process group is made besides the default one. Collective.
     """
-    rank, backend, store = dist.get_rank(), dist.get_backend(), dist.distributed_c10d._get_default_store()
+    rank, backend, store = dist.get_rank(), dist.get_backend(), default_store()
     if order == list(range(dist.get_world_size())):
         return
     wait_for_all("renumbered")

@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=["auto", "gloo"], default="auto",
                         help="gloo: machines with and without a GPU together, whose messages pass through host memory")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float64"],
-                        help="of the activations; auto is bfloat16 on CUDA and float32 on the CPU. A bfloat16 model of "
+                        help="of the activations; auto: bfloat16 where a GPU has it, else float32. A bfloat16 model of "
                              "transformers sends float32 between stages: --wire_dtype bfloat16 halves that")
 
 

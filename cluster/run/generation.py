@@ -15,6 +15,7 @@ import copy
 import datetime
 import gc
 import json
+import logging
 import os
 import re
 import signal
@@ -31,6 +32,8 @@ from checkpoints.save import WRITER
 from hosts import exits
 from membership.failure_detector import FailureDetector
 from membership.rendezvous import Members
+from pipeline_template import names_of
+from ranks.collectives import default_store
 from ranks.lost import LOST, NEWCOMER, VARIABLE, MembershipChanged, is_elastic, is_lost_peer, is_of_this_machine
 from ranks.placement import forget_ranks
 from ranks.stopping import Signals, let_signals_kill
@@ -79,8 +82,9 @@ class Generation:
             dist.barrier()
             self.members.begin(roster)
             pgm.timeout = datetime.timedelta(seconds=TIMEOUT)  # from here on machines may be slow
-            dist.distributed_c10d._set_pg_timeout(pgm.timeout)
-            dist.distributed_c10d._get_default_store().set_timeout(pgm.timeout)
+            with names_of("torch"):
+                dist.distributed_c10d._set_pg_timeout(pgm.timeout)
+            default_store().set_timeout(pgm.timeout)
 
     def forget(self) -> None:
         """What this process holds is not the run's state any more."""
@@ -144,6 +148,7 @@ def train_in_generations(args: argparse.Namespace, train: Callable) -> int:
     `args`."""
     folder = os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
     exits.outlive_a_full_disk(sys.stdout, sys.stderr)
+    logging.raiseExceptions = False  # in which W&B's own log on a full disk would print a traceback a line
     members, signals = Members.from_environment(os.path.join(folder, ".members"), args.tp_size), Signals()
     if members and members.history.is_done:
         print("the run has ended already", flush=True)

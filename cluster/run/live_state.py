@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
+from pipeline_template import names_of
 from ranks.collectives import gather
 from ranks.disks import Disks
 from ranks.placement import is_home
@@ -46,8 +47,8 @@ class LiveState:
         checkpointer = session.checkpointer
         checkpointer.host = []  # the memory for copies
         for param in checkpointer.stage.model.parameters():  # hooks refer to buckets, and these to groups
-            if hooks := param._post_accumulate_grad_hooks:
-                hooks.clear()
+            with names_of("torch"):
+                (param._post_accumulate_grad_hooks or {}).clear()
         self.generation = session.generation.number
         self.stage, self.optimizer, self.scheduler = checkpointer.stage, checkpointer.optimizer, checkpointer.scheduler
         self.step, self.commit, self.tp_rank = session.step, session.commit, session.tp_rank

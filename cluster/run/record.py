@@ -196,7 +196,11 @@ class Record:
     def close(self) -> None:
         self.bar.close(stays=True)
         self.leave()
-        self.logger.close()
+        try:
+            self.logger.close()
+        except Exception as error:  # of W&B, in many classes: the training has been made all the same
+            print(f"W&B's run did not end well ({error}): make room in {self.folder}, `wandb sync` uploads the rest",
+                  flush=True)
 
 
 def read_metrics(folder: str, last: int, *names: str) -> list[str]:

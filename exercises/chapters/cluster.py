@@ -1,6 +1,7 @@
 """Unlike machines and slow links: shares by speed, and smaller messages."""
 
 import itertools
+import numbers
 
 import torch
 
@@ -39,16 +40,21 @@ def shares_by_speed(attempt):
     for total, seconds, limits, besides in (
             (7, [1.0, 2.0, 4.0], [7] * 3, [0.0] * 3), (8, [1.0, 1.0, 3.0], [8] * 3, [0.0] * 3),
             (9, [1.0, 2.0, 2.0], [3, 9, 9], [0.0] * 3), (8, [1.0, 1.0, 1.0], [8] * 3, [4.0, 0.0, 0.0]),
+            (14, [1.0, 1.0], [14] * 2, [4.0, 0.0]),
             (3, [1.0, 9.0, 9.0], [3] * 3, [0.0] * 3),
             (11, [1.0, 1.7, 2.3, 5.1], [11, 3, 11, 11], [0.3, 0.0, 2.5, 1.0])):
         what = f"total={total}, seconds_each={seconds}, limits={limits}, besides={besides}"
         shares = attempt.function()(total, seconds, limits, besides)
         attempt.same(len(shares), len(seconds), f"{what}: the length of {shares}")
         attempt.same(sum(shares), total, f"{what}: the sum of the shares {shares}")
+        attempt.require(all(isinstance(share, numbers.Integral) for share in shares), f"{what}: pieces are whole, and "
+                        f"not {shares}")
         attempt.require(min(shares) >= 1, f"{what}: a rank has no piece in {shares}")
         attempt.require(all(share <= limit for share, limit in zip(shares, limits)),
                         f"{what}: {shares} is beyond a limit")
-        worst = max(worst, slowest(shares, seconds, besides) / least(total, seconds, limits, besides))
+        longer = slowest(shares, seconds, besides) / least(total, seconds, limits, besides)
+        attempt.require(longer < 2, f"{what}: {shares} takes {longer:.2f} times as long as the best shares")
+        worst = max(worst, longer)
     attempt.score("seconds of the slowest rank, in units of the least possible (all splits are tried)", worst, 1.0)
 
 
@@ -120,11 +126,13 @@ def error_feedback(attempt):
     `gradient` must not change.
     """
     generator = torch.Generator().manual_seed(0)
-    feedback, sent, total = attempt.function()(torch.round), torch.zeros(5), torch.zeros(5)
+    make, given_back = attempt.function(), []
+    feedback, another, sent, total = make(torch.round), make(torch.round), torch.zeros(5), torch.zeros(5)
     for step in range(1, 101):
         gradient = torch.randn(5, generator=generator) * torch.tensor([0.1, 0.4, 1.0, 3.0, 0.0]) + 0.3
         given = gradient.clone()
         part = feedback.send(gradient)
+        another.send(torch.full((5,), 0.3))  # of another tensor, which is none of this one's business
         attempt.require(torch.equal(given, gradient), f"step {step}: send() changes the gradient that it is given")
         attempt.same(part, part.round(), f"step {step}: what is sent, which has to come from quantise, in steps of 1")
         sent, total = sent + part, total + given
@@ -135,12 +143,16 @@ def error_feedback(attempt):
 
     def coarse(tensor):  # int8 with one scale, which a large number makes coarse
         scale = tensor.abs().max() / 127
-        return (tensor / scale).round() * scale
+        given_back.append((tensor / scale).round() * scale)
+        return given_back[-1]
 
     weights, target = torch.zeros(4), torch.tensor([0.0, 1.0, -1.0, 0.5])
-    feedback = attempt.function()(coarse)
+    feedback = make(coarse)
     for step in range(2000):  # the first weight's gradient is noise; alone, quantise() rounds the others to zero
         gradient = weights - target + torch.tensor([1000.0 * (-1) ** step, 0, 0, 0])
-        weights = weights - 0.02 * feedback.send(gradient)
+        part = feedback.send(gradient)
+        attempt.require(len(given_back) == step + 1 and torch.equal(part, given_back[-1].to(part.dtype)), "with a "
+                        "quantise() that is not torch.round, send() returns something else than it does")
+        weights = weights - 0.02 * part
     error = (weights - target)[1:].abs().max().item()
     attempt.require(error < 0.3, f"SGD with a coarse quantisation ends {error:.2f} from the optimum, not within 0.3")

@@ -134,6 +134,7 @@ def training_flops(attempt, seq_len, **shape):
     ("+ 8 * num_parameters", "", "AdamW's two moments are missing"),
     ("8 * num_parameters", "4 * num_parameters", "12 bytes and not 16: AdamW keeps two moments of each parameter, and "
      "weights and gradients are float32"),
+    ("+ 8 * num_parameters", "+ 12 * num_parameters", "the weights are float32 themselves: there is no copy of them"),
     (" + 2 * num_cast", "", "the copies in bfloat16 are missing"),
     ("2 * num_cast", "4 * num_cast", "a number in bfloat16 has 2 bytes"),
     ("2 * num_cast", "2 * num_parameters", "only num_cast of the parameters have a copy"),

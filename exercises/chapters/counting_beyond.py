@@ -8,7 +8,7 @@ from counting_ranks import DP_TP, played
 from counting_runs import count_of
 
 FSDP = [dict(DP_TP, hidden=hidden, width=width) for hidden, width in ((16, 24), (32, 16))]
-SMALL = [count_of(dict(DP_TP, layers=layers)) for layers in (1, 2, 3)]
+SMALL = [count_of(dict(DP_TP, layers=layers)) for layers in (1, 2, 3, 4)]
 
 
 @counts("9", "units of time", hints=(
@@ -19,11 +19,19 @@ SMALL = [count_of(dict(DP_TP, layers=layers)) for layers in (1, 2, 3)]
         [(1, 8, 4)], [(2, 6, 4)], [(1, 8, 6), (2, 4, 2)], [(1, 6, 2), (2, 3, 6)], [(4, 3, 4), (2, 6, 4)],
         [(1, 4, 3), (1, 4, 5)], [(4, 2, 9), (1, 8, 2)], [(2, 5, 3), (2, 5, 3)], [(8, 1, 4), (4, 2, 12)],
         [(1, 8, 1), (2, 4, 1), (4, 2, 1)], [(1, 12, 2), (2, 6, 5), (4, 3, 7)], [(8, 1, 32), (1, 8, 4)])], mistakes=[
+    ("max(", "next(", "that is the first pipeline: the gradients of all are summed, so the slowest one counts"),
+    ("in pipelines)", "in pipelines[-1:])", "that is the last pipeline: the slowest one counts"),
+    ("in pipelines)", "in [max(pipelines)])", "that is the pipeline with most stages, which need not be the slowest"),
+    ("in pipelines)", "in [max(pipelines, key=lambda each: each[2])])", "that is the pipeline with most micro-batches, "
+     "which need not be the slowest"),
+    ("return max(", "return 1 / len(pipelines) * sum(", "the mean of all: the slowest one counts"),
     ("max(", "min(", "the fast ones wait: gradients are summed when the slowest pipeline is through"),
     ("max(", "sum(", "pipelines run at the same time, not one after the other"),
     ("3 * layers", "layers", "the forward pass only: backward takes twice as long"),
     (" + stages - 1", "", "the bubble is missing: a stage waits for stages - 1 micro-batches"),
     ("stages - 1", "stages", "stages - 1 others come before or after a stage, not all of them"),
+    ("layers * (microbatches + stages - 1)", "layers * microbatches + layers * (stages - 1)", "backward waits, too: in "
+     "the bubble stands a micro-batch's forward and backward"),
     ("* layers", "* 8 / stages", "`layers` says how many a stage has"),
     ("layers * ", "layers * stages * ", "a stage computes its own layers only"),
     ("3 * layers * (microbatches + stages - 1)", "3 * layers * microbatches * stages", "micro-batches overlap: while "
@@ -43,10 +51,17 @@ def unlike_pipelines_units(attempt, pipelines):
     "Each rank has all weights, since forward needs them.",
     "Of the gradients that the optimizer reads, and of its two moments, a rank has its share.",
     "4 num_parameters + (4 + 8) num_parameters / replicas."),
-    sizes=[dict(num_parameters=SMALL[0], replicas=16),
-           *(dict(num_parameters=number, replicas=n) for number in SMALL for n in (2, 4, 8))], mistakes=[
+    sizes=[dict(num_parameters=number, replicas=n) for number in SMALL for n in (2, 4, 8)[: 3 - (number > SMALL[1])]],
+    mistakes=[
     ("4 * num_parameters +", "4 * num_parameters / replicas +", "that is --zero 3: with 1 and 2 each rank has all "
      "weights"),
+    ("4 * num_parameters + 12", "8 * num_parameters + 8", "8 + 8/N is --zero 1, which leaves all gradients on each "
+     "rank: with --zero 2 a rank keeps its share of them"),
+    ("4 * num_parameters + 12", "2 * num_parameters + 14", "2 + 14/N has 16 bits for weights and gradients: here "
+     "all is float32, 4 + 12/N"),
+    ("4 * num_parameters +", "6 * num_parameters +", "there are no copies in bfloat16: all is float32"),
+    ("4 * num_parameters +", "2 * num_parameters +", "weights are float32, of 4 bytes"),
+    ("12 *", "16 *", "the weights are counted twice: all of them, and a share"),
     ("12 *", "8 *", "gradients are missing: the optimizer's shard has one of each number, too"),
     ("12 *", "4 *", "AdamW has two moments of each number, and there is a gradient"),
     ("12 * num_parameters / replicas", "12 * num_parameters", "that is without ZeRO: a rank has a share"),
@@ -69,6 +84,15 @@ def zero_bytes(attempt, num_parameters, replicas):
     sizes=lambda: [dict(layer=two - one, layers=layers, rest=2 * one - two, replicas=n, microbatches=m)
                    for layers in (1, 2, 3) for k, n, m in ((0, 2, 1), (1, 2, 3), (1, 3, 2), (0, 4, 2))
                    for one, two in [[count_of(dict(FSDP[k], layers=few)) for few in (1, 2)]]], mistakes=[
+    ("(of_layers + of_rest)", "3 * microbatches * (layers * layer + rest)", "3 m (N-1)/N of 4 P bytes is a bound: the "
+     "last layer is not gathered again for its backward, and the rest is gathered once a step"),
+    ("(of_layers + of_rest)", "2 * (layers * layer + rest)", "that is --zero 1, an all-reduce a step: here weights are "
+     "gathered and gradients scattered in each micro-batch"),
+    ("(of_layers + of_rest)", "3 * (layers * layer + rest)", "that is one micro-batch: each gathers and scatters"),
+    ("(of_layers + of_rest)", "of_layers", "the rest is missing"),
+    ("(1 + microbatches)", "3 * microbatches", "the rest is gathered once a step, and stays for backward"),
+    ("microbatches * layer * (2 * layers - 1 + layers)", "layer * (microbatches * (2 * layers - 1) + layers)", "the "
+     "layers' gradients are scattered in each micro-batch: no rank has room for all of them"),
     ("2 * layers - 1", "2 * layers", "the last layer's backward is next: it stays where it is"),
     ("2 * layers - 1", "layers", "backward needs the weights, too, and gathers them again"),
     (" + layers)", ")", "gradients are scattered, too, once a micro-batch"),
@@ -95,6 +119,8 @@ def fsdp_bytes(attempt, layer, layers, rest, replicas, microbatches):
     sizes=[dict(layers=layers, hidden=hidden, ranks=n) for layers in (1, 2, 4) for hidden in (16, 48)
            for n in (1, 2, 4)], mistakes=[
     ("2 * layers + 1", "2 * layers", "the final norm is missing"),
+    ("2 * (ranks - 1) / ranks", "2 * (ranks - 1) / ranks ** 2", "norms are whole on each rank: do not divide them by "
+     "tp"),
     ("2 * layers + 1", "layers + 1", "a layer has two norms: before attention, and before the MLP"),
     ("2 * (ranks - 1) / ranks", "1", "an all-reduce sends 2 (n - 1) / n of its bytes"),
     ("2 * (ranks - 1) / ranks", "2 * (ranks - 1)", "a message is a part: 2 (n - 1) / n of the bytes in all")])
@@ -114,10 +140,12 @@ def norm_gradient_bytes(attempt, layers, hidden, ranks):
     "Their gradients travel with them, and one hop further: back to where they began."),
     sizes=[dict(tokens=tokens, kv_heads=heads, head_dim=dim, ranks=n) for tokens, heads, dim in (
         (24, 1, 4), (24, 2, 8), (48, 4, 4), (96, 2, 16)) for n in (2, 3, 4)], mistakes=[
+    ("2 * (ranks - 1) + ranks", "4 * (ranks - 1)", "4 (cp - 1) is too much: keys and values travel cp - 1 hops in each "
+     "pass, and in backward their gradients beside them, cp hops, 3 cp - 2 in all"),
     ("2 * (ranks - 1)", "(ranks - 1)", "backward needs the keys and values again: they are not kept"),
     ("2 * (ranks - 1)", "2 * ranks", "keys and values make ranks - 1 hops: their own rank has them"),
     ("+ ranks)", "+ ranks - 1)", "gradients make one hop more, home"),
-    (" + ranks)", ")", "the gradients of keys and values travel, too"),
+    (" + ranks)", ")", "that is 4 (cp - 1) tensors: the gradients of keys and values travel, too"),
     ("2 * 4", "4", "keys, and values"),
     ("tokens / ranks", "tokens", "a block has the tokens of one rank"),
     ("kv_heads * head_dim", "(kv_heads + 1) * head_dim", "queries stay where they are")])
@@ -142,6 +170,15 @@ def ring_attention_bytes(attempt, tokens, kv_heads, head_dim, ranks):
     ("per_token *", "", "a token passes per_token experts, not one"),
     (" + hidden * experts", "", "the router is missing: a matrix of hidden x experts"),
     ("4 * hidden * hidden + ", "", "attention is missing"),
+    ("4 * hidden", "3 * hidden", "attention has four matrices: q, k, v and out"),
+    ("return layers * matrices", "return layers * (matrices + 2 * hidden)", "the norms' weights are no matrices: leave "
+     "them out"),
+    ("return layers * matrices", "return layers * (matrices + hidden)", "the norms' weights are no matrices: leave "
+     "them out"),
+    ("return layers * matrices", "return layers * (matrices + 2 * hidden) + hidden", "the norms' weights are no "
+     "matrices: leave them out"),
+    ("return layers *", "return", "that is one layer"),
+    ("per_token *", "per_token / experts *", "a token passes per_token whole experts"),
     ("3 * hidden * width", "2 * hidden * width", "an expert has three matrices: gate, up, down"),
     ("hidden * experts", "hidden * per_token", "the router scores all experts to choose some")])
 def active_parameters(attempt, hidden, width, layers, experts, per_token):

@@ -118,7 +118,11 @@ def largest_micro_batch(attempt, memory, num_parameters, sample_bytes):
     "memory / 16 are the parameters that fit. Take off the rest, divide by a layer, round down."),
     sizes=[dict(memory=memory, vocab=vocab, hidden=hidden, width=width) for vocab, hidden, width in (
         (1024, 128, 352), (32000, 1024, 4096), (32000, 2048, 5632)) for memory in (
-        1 << 30, 8 << 30, 24 * 10**9, 80 * 10**9)], mistakes=[
+        1 << 30, 8 << 30, 24 * 10**9, 80 * 10**9, *(16 * (2 * vocab * hidden + hidden + layers * (
+            4 * hidden**2 + 3 * hidden * width + 2 * hidden)) - less for layers in (2, 30) for less in (0, 16)))],
+    mistakes=[
+    ("+ 2 * hidden\n", "\n", "the norms are missing: two in each layer"),
+    ("vocab * hidden + hidden", "vocab * hidden", "the norm at the end is missing"),
     ("memory / 16", "memory / 4", "gradients and AdamW's moments need memory, too: 16 bytes a parameter"),
     ("memory / 16", "memory / 8", "AdamW's moments need memory, too: 16 bytes a parameter"),
     ("memory / 16", "memory / 12", "weights, gradients and two moments are 16 bytes a parameter"),

@@ -19,6 +19,8 @@ from thread_ranks import World
     ("2 * (ranks - 1) * num_bytes / ranks", "2 * num_bytes", "nearly, with many ranks: a part needs ranks - 1 messages "
      "to pass all ranks, not `ranks`"),
     (" / ranks", "", "a message is a part of num_bytes / ranks, not all of them"),
+    ("2 * (ranks - 1)", "2", "a part passes from rank to rank: ranks - 1 messages, and as many again"),
+    ("2 * (ranks - 1) * num_bytes / ranks", "num_bytes", "each number is added up, and goes around as a sum"),
     ("2 * (ranks - 1) * num_bytes / ranks", "num_bytes * (ranks > 1)", "each number is added up, and goes around as a "
      "sum"),
     ("2 * (ranks - 1) * num_bytes / ranks", "(ranks - 1) * num_bytes", "that is a gather of everything by all ranks")])
@@ -46,6 +48,9 @@ def all_reduce_bytes(attempt, num_bytes, ranks):
     ("layers + 2", "layers", "the embedding has a sum in forward, and the projection one in backward"),
     ("layers + 2", "layers + 1", "one is missing: the embedding's sum in forward, or the projection's in backward"),
     (" + 3)", ")", "the loss is missing: largest logit, sum of exponentials and target's logit of each token"),
+    (" + 3)", " + 2)", "the loss exchanges three numbers a token: largest logit, sum of exponentials, target's logit"),
+    ("4 * numbers", "4 * (numbers + (2 * layers + 1) * hidden)", "the norms' gradients are not summed: each rank has "
+     "all of them"),
     ("hidden + 3", "hidden + 32", "the logits are not gathered: the loss exchanges three numbers a token"),
     ("2 * (ranks - 1) / ranks", "1", "an all-reduce sends 2 (n - 1) / n of its bytes, and none with one rank"),
     ("2 * (ranks - 1) / ranks", "2 * (ranks - 1)", "a message is a part: 2 (n - 1) / n of the bytes in all"),
@@ -101,6 +106,8 @@ def slowest_link(attempt, flops, sent, ranks, rate):
     ("* num_bytes", "* num_bytes / microbatches", "the gradient of all micro-batches together is as large as one's"),
     ("2 * (ranks - 1) / ranks", "1", "an all-reduce sends 2 (n - 1) / n of its bytes"),
     ("2 * (ranks - 1) / ranks", "2 * (ranks - 1)", "a message is a part: 2 (n - 1) / n of the bytes in all"),
+    ("2 * (ranks - 1) / ranks", "(ranks - 1)", "that is a gather of everything by all ranks"),
+    ("2 * (ranks - 1) / ranks", "2 / ranks", "a part passes from rank to rank: ranks - 1 messages, and as many again"),
     ("(ranks - 1) / ranks", "ranks / (ranks - 1)", "it is (n - 1) / n: a rank's own part is not sent"),
     ("4 * num_parameters", "16 * num_parameters", "AdamW's moments and the weights stay where they are"),
     ("4 * num_parameters", "8 * num_parameters", "gradients alone are sent, not weights as well")])
@@ -148,6 +155,7 @@ def num_buckets(attempt, sizes, limit):
     ("(stage < stages - 1) + (stage > 0)", "1", "a stage in the middle sends hidden states and gradients"),
     ("(stage < stages - 1) + (stage > 0)", "(stage < stages - 1)", "gradients are sent, too, to the stage before"),
     ("(stage < stages - 1) + (stage > 0)", "(stage > 0)", "hidden states are sent, too, to the next stage"),
+    ("(stage < stages - 1) + (stage > 0)", "2 * (stages - 1)", "that is what all stages send together"),
     ("* microbatches", "", "once for each micro-batch"),
     ("* microbatches", "* stages", "once for each micro-batch, however many stages there are"),
     ("* tokens", "", "of each token of a micro-batch"),
@@ -177,8 +185,17 @@ def pipeline_bytes(attempt, stage, stages, microbatches, tokens, hidden):
     (" / tp", "", "each tp rank has a part of the matrices"),
     ("layers / pp", "layers", "a stage has layers / pp of the layers"),
     (" + 2 * hidden", "", "the norms are missing: two of hidden numbers in a layer"),
+    ("+ 2 * hidden)", "+ 2 * hidden / tp)", "norms are whole on each tp rank: do not divide them by tp"),
+    ("+ 2 * hidden)", "+ hidden)", "a layer has two norms, one before attention, one before the MLP"),
+    ("3 * hidden * width", "2 * hidden * width", "the MLP has three matrices: gate, up and down"),
     ("2 * (dp - 1) / dp", "1", "an all-reduce sends 2 (dp - 1) / dp of its bytes"),
+    ("2 * (dp - 1) / dp", "(dp - 1) / dp", "the sums go around, too: 2 (dp - 1) / dp of the bytes"),
+    ("2 * (dp - 1) / dp", "2 * (dp - 1)", "a message is a part: 2 (dp - 1) / dp of the bytes in all"),
+    ("2 * (dp - 1) / dp", "microbatches * 2 * (dp - 1) / dp", "gradients are summed once an optimizer step, not once a "
+     "micro-batch: they add up"),
     ("2 * microbatches", "microbatches", "a middle stage sends in both directions"),
+    ("2 * microbatches", "2", "hidden states and gradients are sent once for each micro-batch"),
+    ("2 * microbatches", "2 * pp * microbatches", "that is what all pp stages send: a rank is on one of them"),
     ("4 * tokens * hidden", "4 * tokens * hidden / tp", "hidden states between stages are whole on each tp rank")])
 def rank_of_many(attempt, number, layers, hidden, width, dp, tp, pp, microbatches, tokens):
     """Predict three numbers of one rank of many.

@@ -128,7 +128,7 @@ def training_days(attempt, weights, layers, heads, head_dim, seq_len, tokens, gp
     """Say how many days a training takes: of a 7B on 64 GPUs, for example.
 
     `weights` are the parameters that multiply. `tokens` are read in samples of seq_len, each of `gpus` GPUs could do
-    `peak` FLOPs a second and uses the share `mfu`. Return the days. What do they cost, at 2 dollars a GPU and hour?
+    `peak` FLOPs a second and uses the share `mfu`. Return the days.
 
     The check counts the FLOPs of a sample with torch.utils.flop_counter, on the meta device, where a 7B fits.
     """

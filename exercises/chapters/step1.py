@@ -4,12 +4,9 @@ import types
 
 import torch
 
+from attempt import random
 from catalogue import exercise
 from step_modules import StepSource
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @exercise("1", "model.Attention.forward", hints=(
@@ -32,8 +29,7 @@ def grouped_query_attention(attempt):
     of all heads of a token one behind the other, (B, T, H hd). You may write the softmax yourself, or call
     F.scaled_dot_product_attention(q, k, v, is_causal=True), which wants equally many heads of all three.
     """
-    size, seq_len = 4, 5
-    for heads, shared in ((2, 2), (6, 2), (4, 1), (8, 4)):
+    for heads, shared, size, seq_len in ((2, 2, 4, 5), (6, 2, 6, 3), (4, 1, 2, 7), (8, 4, 4, 5)):
         config = types.SimpleNamespace(hidden_size=heads * size, num_attention_heads=heads, head_dim=size,
                                        num_key_value_heads=shared)
 
@@ -42,9 +38,9 @@ def grouped_query_attention(attempt):
             for i, projection in enumerate((attention.q_proj, attention.k_proj, attention.v_proj)):
                 projection.weight.data = random(*projection.weight.shape, seed=i) / 2
             attention.out_proj.weight.data = torch.eye(heads * size, dtype=torch.float64)  # so heads can be told apart
-            x = random(2, seq_len, heads * size, seed=3)
+            x = random(2, seq_len, heads * size, seed=3).requires_grad_()
             angles = modules.model.get_cos_sin(seq_len, size, x.dtype, x.device, rope_theta=10000.0)
-            out, later = attention(x, *angles), x.clone()
+            out, later = attention(x, *angles), x.detach().clone()
             later[:, -1] += 1
             changed = attention(later, *angles)
             attempt.require(isinstance(out, torch.Tensor) and out.shape == x.shape,
@@ -52,9 +48,14 @@ def grouped_query_attention(attempt):
             attempt.require(torch.equal(out[:, :-1], changed[:, :-1]), "the outputs of earlier tokens change with the "
                             "last token.\n  A token must not read from later ones, and the dimensions of heads and "
                             "tokens must not\n  be in each other's place when the heads become one vector.")
-            return {f"query head {head}": out[..., head * size : (head + 1) * size] for head in range(heads)}
+            attempt.require(out.requires_grad, "autograd can't follow what computes the output from x")
+            out.backward(random(*out.shape, seed=4))
+            gradients = {f"the gradient of {name}": param.grad for name, param in attention.named_parameters()}
+            attention.out_proj.weight.data = random(*attention.out_proj.weight.shape, seed=5)
+            return {**{f"query head {head}": out[..., head * size : (head + 1) * size] for head in range(heads)},
+                    **gradients, "the gradient of x": x.grad, "the result of self.out_proj": attention(x, *angles)}
 
-        attempt.both(1, program, f"the output (B, T, hd) with {heads} query and {shared} key/value heads")
+        attempt.both(1, program, f"with {heads} query and {shared} key/value heads of {size}, {seq_len} tokens")
 
 
 @exercise("1", "model.apply_rotary", hints=(
@@ -82,10 +83,13 @@ def rotary(attempt):
         got = model.apply_rotary(given * 1, cos.clone(), sin.clone())
         attempt.same(got, x, f"{situation}: the result", tolerance=torch.inf)  # its shape and dtype
         attempt.require(got.requires_grad, f"{situation}: autograd can't follow what computes the result from x")
-        got, changed = got.detach(), x.clone()
-        model.apply_rotary(changed, cos.clone(), sin.clone())
-        attempt.require(torch.equal(changed, x), f"{situation}: the function changes x itself: make a new tensor")
-        before, after = (torch.complex(*each.chunk(2, dim=-1)) for each in (x, got))  # (B, heads, T, hd/2)
+        grad = random(*x.shape, seed=1)
+        got.backward(grad)
+        got, changed = got.detach(), [x.clone(), cos.clone(), sin.clone()]
+        model.apply_rotary(*changed)
+        attempt.require(all(map(torch.equal, changed, (x, cos, sin))), f"{situation}: the function changes x itself, "
+                        "or the angles: make a new tensor")
+        before, after, grad = (torch.complex(*each.chunk(2, dim=-1)) for each in (x, got, grad))  # (.., T, hd/2)
         angles = torch.complex(cos, sin)[:, : size // 2]
         wrong = (after - before * angles).abs() > 1e-9
         attempt.require(not wrong[:, :, 0].any(), f"{situation}: at position 0 all angles are 0, but x changes there")
@@ -98,6 +102,8 @@ def rotary(attempt):
                 before[b, h, i, p], before[b, h, i, p] * angles[i, p], after[b, h, i, p])]
             attempt.require(False, f"{situation}: pair {p} of position {i} is {numbers[0]}, before the rotation\n  "
                             f"expected  {numbers[1]}\n  got       {numbers[2]}")
+        turned = grad * angles.conj()
+        attempt.same(given.grad, torch.cat([turned.real, turned.imag], -1), f"{situation}: the gradient of x")
 
 
 @exercise("1", "references:references.rms_norm_backward", hints=(
@@ -126,7 +132,8 @@ def rms_norm_backward(attempt):
         x, grad = random(*shape).requires_grad_(), random(*shape, seed=2)
         norm(x).backward(grad)
         got = function(x.detach().clone(), norm.weight.detach().clone(), grad.clone(), eps)
-        attempt.require(isinstance(got, tuple) and len(got) == 2, "it has to return two tensors: grad_x, grad_weight")
+        attempt.require(isinstance(got, (tuple, list)) and len(got) == 2, "it has to return two tensors: grad_x, "
+                        "grad_weight")
         situation = f"for x of shape {list(shape)} and eps = {eps:g}"
         attempt.same(got[1], norm.weight.grad, f"the gradient of the weight {situation}")
         attempt.require(got[0] is not None, "the gradient of x is None")

@@ -9,13 +9,13 @@ FBW = {"F": 1, "B": 1, "W": 1}
 
 
 class Buckets:
-    """Stands for a DataParallelBucket: it notes which weights are ready."""
+    """Stands for a DataParallelBucket: it notes which weights are ready, with their gradients then."""
 
     def __init__(self, weights):
         self.bucket_of, self.ready = dict.fromkeys(weights), []
 
     def mark_param_as_ready(self, weight):
-        self.ready.append(weight)
+        self.ready.append((weight, None if weight.grad is None else weight.grad.clone()))
 
 
 def matrices(*shapes, dtype=torch.float64):
@@ -42,17 +42,20 @@ def weight_half_of_backward(attempt):
     def program(modules, rank):
         add = modules.weight_gradients.add_weight_gradients
         for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 0.02)):
-            weights = [torch.nn.Parameter(weight) for weight in matrices((5, 4), (3, 4))]
-            model, total = Buckets(weights[:1]), [0, 0]
-            for microbatch in range(3):
-                entries = [(weight, *matrices((2, 7, len(weight)), (2, 7, 4), dtype=dtype)) for weight in weights]
+            weights = [torch.nn.Parameter(weight) for weight in matrices((5, 4), (3, 4), (2, 4))]
+            model, total = Buckets(weights[:1]), [0, 0, 0]
+            for microbatch, shape in enumerate([(2, 7), (3, 5), (6,)]):
+                entries = [(weight, *matrices((*shape, len(weight)), (*shape, 4), dtype=dtype)) for weight in weights]
                 add([*entries], model)
                 for k, (weight, dy, x) in enumerate(entries):
-                    total[k] = total[k] + torch.einsum("bto,bti->oi", dy.double(), x.double())
+                    total[k] = total[k] + torch.einsum("...o,...i->oi", dy.double(), x.double())
                     what = f"the gradient of weight {k} after micro-batch {microbatch}, activations in {dtype}"
                     attempt.same(weight.grad, total[k], what, tolerance=tolerance)
                     attempt.require(weight.grad.dtype == weight.dtype, f"{what} is {weight.grad.dtype}")
-            attempt.require(len(model.ready) == 3 and model.ready[0] is weights[0],
+                if model.ready:
+                    attempt.same(model.ready[-1][1], total[0], f"the gradient of weight 0 when mark_param_as_ready is "
+                                 f"called, in micro-batch {microbatch}", tolerance=tolerance)
+            attempt.require(len(model.ready) == 3 and model.ready[0][0] is weights[0],
                             f"mark_param_as_ready was called {len(model.ready)} times in 3 micro-batches, for the "
                             "weights in model.bucket_of, of which there is 1")
 

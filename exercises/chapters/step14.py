@@ -2,7 +2,9 @@
 
 import torch
 
+from attempt import random
 from catalogue import exercise
+from counting_runs import llama
 
 
 def hidden_states(rank: int, tokens: int) -> torch.Tensor:
@@ -53,6 +55,43 @@ def norm_gradients(attempt):
             attempt.score("messages a step for the norms of 2 layers", 1 + (sent[0] - sent[1]) / (2 * size), 1)
 
 
+@exercise("14", "references:references.GatherAlike", hints=(
+    "Its types are V -> I: what is the type of the gradient of something that is I?",
+    "The gradient that comes back is the same on each rank, and complete: nothing has to be sent.",
+    "Each rank keeps the rows that it has given: chunk the gradient by dist.get_world_size(), and take dist.get_rank()."
+    ), blank=("def backward",))
+def conjugate(attempt):
+    """Write the backward that belongs to an all-gather whose result all ranks use alike: its type says which.
+
+    Each rank has some of the rows (V). forward gathers them, and all ranks compute the same loss from all rows, so the
+    types are V -> I (docs/TYPES.md):
+
+        forward     own rows, V  -----> all rows, I    -> all ranks alike -> the same loss
+        backward    own rows     <----- grad
+
+    grad (N, D) is the gradient of the loss with respect to all rows. Return that with respect to this rank's (N/n, D).
+    dist.get_rank() and dist.get_world_size() are rank and number of ranks n; there is only one group.
+    """
+    with attempt.typed({"tp": 2}) as rank:  # observed before the numbers: a reduce-scatter is there in these types only
+        gather_alike = attempt.function()
+        found = next(iter(rank.observe(attempt.checked(gather_alike), (random(2, 3),)).values()), ("", ""))
+        forward, backward = (call if call != "part" else "" for call in found)
+        attempt.require((forward, backward) == ("all_gather", ""), f"{forward or 'nothing'} in forward and "
+                        f"{backward or 'nothing'} in backward are not the types V -> I: what does the gradient of an I "
+                        "need?")
+    for size, rows, width in ((2, 2, 3), (3, 1, 4), (4, 3, 2)):
+        def program(modules, rank):
+            x = random(rows, width, seed=rank).requires_grad_()
+            y = attempt.checked(modules.references.GatherAlike).apply(x)
+            y.backward(random(rows * size, width, seed=9))
+            return {"all rows": y, "the gradient of a rank's rows": x.grad}
+
+        world = attempt.both(size, program, f"{size} ranks with {rows} rows each")
+        for event in world.events:
+            attempt.require(event.kind == "all_gather", f"rank {event.rank} calls {event.kind}: the gradient is there "
+                            "on each rank already, so backward has nothing to send")
+
+
 @exercise("14", "references:references.type_on_tp", hints=(
     "A matrix that is split has other numbers on each rank.",
     "Without sequence parallelism the norms see what is the same on each rank, and so is their gradient.",
@@ -70,11 +109,19 @@ def annotate(attempt):
 
     The check runs an optimizer step of train.py under your types, and says what is refused.
     """
-    type_on_tp = attempt.function()
     with attempt.typed({"tp": 2}):  # which says so where types are not installed
         pass
     from find_by_types import Case, check_step
 
-    for flags in (["--tp_size", "2"], ["--tp_size", "2", "--sequence_parallel"]):
-        refused = check_step(Case("14", 2, tuple(flags)), type_on_tp)
-        attempt.require(not refused, f"with {' '.join(flags)} this is refused:\n{refused}")
+    answer, ours = attempt.function(), attempt.function(attempt.ours)
+    names = [name for name, _ in llama(32, 16, 24, 12, 4, 4, 4).named_parameters()]  # of 12 layers
+    for more in ((), ("--sequence_parallel",)):
+        flags, found = ("--tp_size", "2", *more), {name: answer(name, bool(more)) for name in names}
+        for name, letter in found.items():
+            attempt.require(letter in ("R", "I", "V"), f'of {name} it returns {letter!r}, and not "R", "I" or "V": '
+                            + ("P is a summand, and no weight is meant as a sum over the ranks" if letter == "P" else
+                               "a type is one of these letters"))
+        wrong = [name for name in names if found[name] != ours(name, bool(more))]
+        refused = check_step(Case("14", 2, flags), answer) or wrong and "(in a model of more layers)"
+        attempt.require(not refused, f"with {' '.join(flags)} this is refused:\n{refused}\n" + "".join(
+            f"  Look at {name}: is it {found[name]}?" for name in wrong[:1]))

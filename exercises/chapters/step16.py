@@ -2,7 +2,9 @@
 
 import torch
 
+from attempt import random
 from catalogue import exercise
+from step_modules import StepSource
 
 WIDTH = 3
 
@@ -88,24 +90,60 @@ def missing_collective(attempt):
         Invariant type on axis tp cannot mix with other types. Found types: [I, V]
           In matmul(args[0]: f64[4, 8] {tp: I}, args[1]: f64[8, 6] {tp: V})
 
-    f(tensor) and g(tensor) are those of step 4. Write the line, so that nothing is refused, and no collective runs that
-    need not.
+    f(tensor) and g(tensor) are those of step 4. Write the line, so that nothing is refused, and that the result and all
+    gradients are those of one process. f need not get more than x and the weights, N D + N numbers (N D are possible).
     """
+    rows, sent = random_block(4, 8, 3, 12), {"f": 0, "g": 0}
     with attempt.typed({"tp": 2}) as rank:
         from typed_rank import I, P, R, V, spmd
 
-        shapes = {"x": (4, 8), "router": (8, 3), "up": (8, 6), "down": (6, 8)}
-        tensors = {name: torch.nn.Parameter(torch.ones(shape, dtype=torch.float64)) for name, shape in shapes.items()}
+        tensors = {name: torch.nn.Parameter(part) for name, part in parts_of(rows, 2)[0].items()}
         rank.start(tensors, lambda name: {"tp": V if name in ("up", "down") else I})
-        tp, sent = torch.distributed.group.WORLD, []
+        tp = torch.distributed.group.WORLD
 
         def f(tensor):
-            sent.append(tensor.numel())
+            sent["f"] += tensor.numel()
             return spmd.convert(tensor, tp, src=I, dst=R)
 
         def g(tensor):
+            sent["g"] += tensor.numel()
             return spmd.all_reduce(spmd.assert_type(tensor, {tp: P}), tp, src=P, dst=I)
 
-        y = attempt.function()(*tensors.values(), f, g)
-        spmd.assert_type(y, {tp: I})
-        attempt.require(sum(sent) <= 4 * 8 + 4, f"f is given {sum(sent)} numbers, and {4 * 8 + 4} need it")
+        spmd.assert_type(attempt.function()(*tensors.values(), f, g), {tp: I})
+    for size, shape in ((2, (4, 8, 3, 12)), (3, (5, 3, 4, 6))):
+        rows, grad = random_block(*shape), random(*shape[:2], seed=9)
+        whole = {name: tensor.clone().requires_grad_() for name, tensor in rows.items()}
+        expected = attempt.function(attempt.ours)(*whole.values(), lambda tensor: tensor, lambda tensor: tensor)
+        expected.backward(grad)
+
+        def program(modules, rank):
+            step4 = StepSource("4").load()
+            attempt.grid(step4, tp=size)
+            mine = {name: part.clone().requires_grad_() for name, part in parts_of(rows, size)[rank].items()}
+            y = modules.references.routed(*mine.values(), *(
+                lambda tensor, each=each: each.apply(tensor * 1) for each in (
+                    step4.tensor_parallel.Copy, step4.tensor_parallel.Reduce)))
+            attempt.same(y, expected, f"the result on {size} ranks", rank, torch.inf)  # its shape
+            attempt.require(y.requires_grad, "autograd can't follow what computes the result")
+            y.backward(grad)
+            return {"result": y, **{f"gradient of {name}": part.grad for name, part in mine.items()}}
+
+        gradients = parts_of({name: tensor.grad for name, tensor in whole.items()}, size)
+        for rank, got in enumerate(attempt.run(size, program)[0]):
+            right = {"result": expected, **{f"gradient of {name}": part for name, part in gradients[rank].items()}}
+            for what in reversed(right):  # whether it is there
+                attempt.same(got[what], right[what], f"with {size} ranks, the {what}", rank, torch.inf)
+            attempt.same(got, right, f"{size} ranks, compared with one process", rank)
+    attempt.require(sent["f"] <= 4 * 8 + 4 and sent["g"] <= 4 * 8, f"for N = 4 and D = 8, f is given {sent['f']} "
+                    f"numbers and g {sent['g']}, where 36 and 32 are enough: what need not go through them?")
+
+
+def random_block(tokens: int, hidden: int, experts: int, width: int) -> dict[str, torch.Tensor]:
+    return {"x": random(tokens, hidden, seed=1), "router": random(hidden, experts, seed=2),
+            "up": random(hidden, width, seed=3), "down": random(width, hidden, seed=4)}
+
+
+def parts_of(block: dict[str, torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:
+    """What each of `size` tp ranks has: a part of `up` and `down`."""
+    return [{"x": block["x"], "router": block["router"], "up": block["up"].chunk(size, 1)[rank],
+             "down": block["down"].chunk(size, 0)[rank]} for rank in range(size)]

@@ -1,6 +1,7 @@
 """Step 18: an optimizer that needs whole matrices (Muon)."""
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from catalogue import exercise
 
@@ -20,9 +21,15 @@ def newton_schulz(attempt):
         matrix = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(shape[0]))
         for what, given in (("a matrix", matrix), ("a matrix a million times as large", 1e6 * matrix),
                             ("zeros", torch.zeros_like(matrix))):
-            kept = given.clone()
-            attempt.same(attempt.function()(given), attempt.function(attempt.ours)(kept), f"{what} {[*shape]}")
-            attempt.require(torch.equal(given, kept), f"the given matrix {[*shape]} is changed, and it is a momentum")
+            for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
+                matrix, flops = given.to(dtype), []
+                for each in (matrix, matrix.T):
+                    with FlopCounterMode(display=False) as counter:
+                        got = attempt.function()(each)
+                    attempt.same(got, attempt.function(attempt.ours)(each), f"{what} {[*each.shape]}", None, tolerance)
+                    flops.append(counter.get_total_flops())
+                attempt.require(flops[0] == flops[1], f"{[*shape]} takes {flops[0]} FLOPs and {[*matrix.T.shape]} "
+                                f"{flops[1]}: let X X^T be of the smaller of the two sizes, for both")
 
 
 @exercise("18", "muon.choose_owners", hints=(
@@ -37,7 +44,8 @@ def owners(attempt):
     """
     layer = [352 * 128 * 128] * 3 + [128**3] * 2 + [64 * 64 * 128] * 2
     for work, shares in ((layer * 8, [1] * 4), (layer * 8, [4, 2, 1]), (layer, [1, 1]), ([5, 1, 1, 1, 1, 1], [1, 1])):
-        got, again = attempt.function()(work, shares), attempt.function()(work, shares)
+        choose = attempt.function()
+        got, again = choose(work, shares), choose(work, shares)
         attempt.require(isinstance(got, list) and len(got) == len(work) and set(got) <= {*range(len(shares))},
                         f"{len(work)} pieces, {len(shares)} ranks: expected a list of {len(work)} ranks, got {got}")
         attempt.require(got == again, f"ranks that call it get {got} and {again}: who owns what?")
@@ -78,7 +86,10 @@ def rounds(attempt):
             whole = [torch.randn(8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
                      for i in range(count)]
             parts = [matrix.chunk(size, dim)[rank] for matrix, dim in zip(whole, dims)]
-            return modules.muon.orthogonalize_round(parts, dims)
+            given = [part.clone() for part in parts]
+            result = modules.muon.orthogonalize_round([*parts], dims)
+            attempt.require(all(map(torch.equal, parts, given)), "the parts are changed, and they are a momentum")
+            return result
 
         return program
 

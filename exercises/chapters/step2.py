@@ -79,7 +79,12 @@ def groups_of_an_axis(attempt):
         ranks = torch.arange(math.prod(sizes)).view(sizes)
 
         def program(modules, rank):
+            new_group = mock.Mock(side_effect=dist.new_group)
+            modules.process_group_manager.dist = mock.Mock(wraps=dist, new_group=new_group)
             grid = attempt.grid(modules, *sizes)
+            for call in new_group.call_args_list:
+                attempt.require(modules.process_group_manager.timeout in (*call.args, *call.kwargs.values()),
+                                "a group is made without `timeout`: after a failure its ranks would wait for too long")
             return {axis: attempt.ranks_of(getattr(grid, f"{axis}_group")) for axis in ("tp", "pp", "dp")}
 
         got, _ = attempt.run(ranks.numel(), program)
@@ -137,13 +142,16 @@ def ring_all_reduce(attempt):
     dist.get_rank() and dist.get_world_size(). A send is done only when the other side receives: if all ranks begin with
     dist.send, they wait for each other for ever.
     """
-    for size in (2, 3, 4):
-        def program(modules, rank):
-            numbers = torch.arange(12.0) + 100 * rank
-            modules.references.ring_all_reduce(numbers)
-            return numbers
+    for size, count in ((2, 12), (3, 9), (5, 20), (4, 12)):
+        numbers = [torch.arange(count, dtype=torch.float64 if size == 3 else torch.float32) + 100 * rank
+                   for rank in range(size)]
 
-        total = sum(torch.arange(12.0) + 100 * rank for rank in range(size))
+        def program(modules, rank):
+            mine = numbers[rank].clone()
+            modules.references.ring_all_reduce(mine)
+            return mine
+
+        total = sum(numbers)
         got, world = attempt.run(size, program)
         for rank in range(size):
             attempt.same(got[rank], total, f"the sum over {size} ranks", rank)

@@ -3,11 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from attempt import random
 from catalogue import exercise
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def check_contiguous(attempt, tensor_parallel) -> None:
@@ -46,14 +43,11 @@ def f(attempt):
             attempt.grid(modules, dp=dp, tp=tp)
             check_contiguous(attempt, modules.tensor_parallel)
             x, grad = random(2, 3).requires_grad_(), random(2, 3, seed=1 + rank)
-            given = grad.clone()
-            y = modules.tensor_parallel.Copy.apply(x * 1)
-            attempt.require(y is not None, f"rank {rank}: forward returns None: is a return missing?")
+            copy = attempt.checked(modules.tensor_parallel.Copy)
+            y = copy.apply(x * 1)
             y.backward(grad)
-            attempt.require(torch.equal(grad, given), f"rank {rank}: backward changes the tensor that it is given. "
-                            "Autograd may use it elsewhere, too: work on a copy.")
             z = random(2, 3).requires_grad_()
-            (modules.tensor_parallel.Copy.apply(z).t() * random(3, 2, seed=1 + rank)).sum().backward()  # strides (1, 2)
+            (copy.apply(z).t() * random(3, 2, seed=1 + rank)).sum().backward()  # strides (1, 2)
             return {"the output": y, "the gradient of the input": x.grad, "the gradient of a transposed output": z.grad}
 
         attempt.both(dp * tp, program, f"dp {dp} x tp {tp}")
@@ -82,26 +76,27 @@ def g(attempt):
             attempt.grid(modules, dp=dp, tp=tp)
             term = random(2, 3, seed=1 + rank).requires_grad_()
             hidden = term * 2
-            y = modules.tensor_parallel.Reduce.apply(hidden)
-            attempt.require(y is not None, f"rank {rank}: forward returns None: is a return missing?")
+            y = attempt.checked(modules.tensor_parallel.Reduce).apply(hidden)
             attempt.require(y is hidden or torch.equal(hidden, term * 2), f"rank {rank}: forward changes its input x, "
                             "and autograd does not know: ctx.mark_dirty(x), and return x itself")
             y.backward(random(2, 3))
-            attempt.require(term.grad is not None, f"rank {rank}: backward returns None: is a return missing?")
             return {"the output": y, "the gradient of this rank's term": term.grad / 2}
 
         attempt.both(dp * tp, program, f"dp {dp} x tp {tp}")
 
 
 def check_cross_entropy(attempt) -> None:
-    """The loss of four tokens and its gradient with respect to each rank's logits, against those of one process."""
-    for size, vocab_size, scale in ((2, 6, 1.0), (3, 7, 1.0), (4, 8, 1000.0)):
-        logits, targets = scale * random(4, vocab_size), torch.tensor([0, vocab_size - 1, 2, 1])
+    """The loss of some tokens and its gradient with respect to each rank's logits, against those of one process."""
+    for size, vocab_size, scale, count in ((2, 6, 1.0, 4), (3, 7, 1.0, 3), (4, 8, 1000.0, 4)):
+        logits, targets = scale * random(count, vocab_size), torch.tensor([0, vocab_size - 1, 2, 1][:count])
 
         def program(modules, rank):
             attempt.grid(modules, tp=size)
             mine = logits.tensor_split(size, dim=-1)[rank].clone().requires_grad_()
-            loss = modules.tensor_parallel.VocabParallelCrossEntropy.apply(mine * 1, targets.clone(), vocab_size)
+            given = mine * 1
+            loss = modules.tensor_parallel.VocabParallelCrossEntropy.apply(given, targets.clone(), vocab_size)
+            attempt.require(torch.equal(given, mine), f"rank {rank}: forward changes the logits, which autograd may "
+                            "need: make a new tensor")
             (3 * loss).backward()
             return float(loss.detach()), mine.grad
 
@@ -109,7 +104,7 @@ def check_cross_entropy(attempt) -> None:
         expected = F.cross_entropy(whole, targets)
         (3 * expected).backward()
         grads = whole.grad.tensor_split(size, dim=-1)
-        situation = f"4 tokens, a vocabulary of {vocab_size}, {size} ranks, logits up to {logits.max():.0f}"
+        situation = f"{count} tokens, a vocabulary of {vocab_size}, {size} ranks, logits up to {logits.max():.0f}"
         for rank, (loss, grad) in enumerate(attempt.run(size, program)[0]):
             attempt.same(loss, expected.item(), f"the loss of {situation}", rank)
             attempt.same(grad, grads[rank], f"the gradient of 3 * loss with respect to its logits, {situation}", rank)
@@ -200,7 +195,7 @@ def recursive_doubling(attempt):
     rank, and grid.tp_world_size their number n.
     """
     # After k rounds a rank can know the values of at most 2^k ranks, so no way has fewer than log2(n) rounds.
-    for dp, size in ((1, 2), (2, 2), (1, 4), (1, 8)):
+    for dp, size in ((1, 2), (2, 2), (1, 4), (1, 16), (1, 8)):
         def program(modules, rank):
             attempt.grid(modules, dp=dp, tp=size)
             one, two = random(3, seed=rank), torch.arange(3.0) * (-1) ** rank
@@ -214,33 +209,3 @@ def recursive_doubling(attempt):
         attempt.require(all(torch.equal(each, sums[0]) for each in sums), f"tp {size}: the sums of the ranks differ in "
                         "their last bits, because they have added in different orders")
     attempt.score("rounds of two all-reduces over 8 ranks", world.rounds, 6)
-
-
-@exercise("4", "references:references.GatherAlike", hints=(
-    "Its types are V -> I: what is the type of the gradient of something that is I?",
-    "The gradient that comes back is the same on each rank, and complete: nothing has to be sent.",
-    "Each rank keeps the rows that it has given: chunk the gradient by dist.get_world_size(), and take dist.get_rank()."
-    ), blank=("def backward",))
-def conjugate(attempt):
-    """Write the backward that belongs to an all-gather whose result all ranks use alike: its type says which.
-
-    Each rank has some of the rows (V). forward gathers them, and all ranks compute the same loss from all rows, so the
-    types are V -> I (docs/TYPES.md):
-
-        forward     own rows, V  -----> all rows, I    -> all ranks alike -> the same loss
-        backward    own rows     <----- grad
-
-    grad (N, D) is the gradient of the loss with respect to all rows. Return that with respect to this rank's (N/n, D).
-    dist.get_rank() and dist.get_world_size() are rank and number of ranks n; there is only one group.
-    """
-    def program(modules, rank):
-        x = random(2, 3, seed=rank).requires_grad_()
-        (modules.references.GatherAlike.apply(x) * random(2 * size, 3, seed=9)).sum().backward()
-        return {"the gradient of a rank's rows": x.grad}
-
-    with attempt.typed({"tp": 2}) as rank:
-        (found,) = rank.observe(attempt.function(), (random(2, 3),)).values()
-        attempt.require(found == ("all_gather", "part"), f"{found[0]} in forward and {found[1] or 'nothing'} in "
-                        "backward are not the types V -> I: what does the gradient of an I need?")
-    for size in (2, 3):
-        attempt.both(size, program, f"{size} ranks")

@@ -29,7 +29,7 @@ def samples_of_a_replica(attempt):
 
         def program(modules, rank):
             grid = attempt.grid(modules, dp=dp, tp=tp)
-            loader = modules.dataloader.MicroBatchDataLoader([*samples], size, turns, torch.device("cpu"))
+            loader = modules.dataloader.MicroBatchDataLoader([*samples], size, 1, torch.device("cpu"))
             return grid.dp_rank, [batch["input_ids"].flatten().tolist() for batch in loader.batches]
 
         for rank, (dp_rank, got) in enumerate(attempt.run(dp * tp, program)[0]):

@@ -43,9 +43,9 @@ def buckets_in_order(attempt):
         bucket.handle             None until that
     """
     orders = ("fedcba", "abcdef", "dfcaeb", "fecdab")
-    for size in (2, 3, 4):
+    for size, limit in ((2, 80), (3, 40), (4, 80)):
         def program(modules, rank):
-            wrapped, params, names = wrap(attempt, modules, 80)
+            wrapped, params, names = wrap(attempt, modules, limit)
             members = ["".join(names[each] for each in bucket.params) for bucket in wrapped.buckets]
             launched, expected, situation = [], [], ""
 
@@ -62,9 +62,9 @@ def buckets_in_order(attempt):
                     param, arrived = params[name], orders[rank][: k + 1]
                     complete = [set(each) <= set(arrived) for each in members]
                     expected = list(range((complete + [False]).index(False))) if is_last else []
-                    situation = (f"parameters a to f; bucket 0 holds {', '.join(members[0])}; bucket 1 holds "
-                                 f"{', '.join(members[1])}; bucket 2 holds {', '.join(members[2])}. In the "
-                                 f"{'last' if is_last else 'first'} of two micro-batches, the gradients "
+                    held = "; ".join(f"bucket {i} holds {', '.join(each)}" for i, each in enumerate(members))
+                    situation = (f"parameters a to f; {held}. In the {'last' if is_last else 'first'} of two "
+                                 "micro-batches, the gradients "
                                  f"{', '.join(arrived)} have arrived.\n  The buckets launched so far")
                     own = torch.full_like(param, rank + 1.0)
                     param.grad = own if param.grad is None else param.grad.add_(own)

@@ -2,6 +2,8 @@
 
 import itertools
 
+import torch
+
 from attempt import Wrong
 from catalogue import exercise
 from schedule_attempt import count, picture, play_schedule, train_with
@@ -27,12 +29,18 @@ def watch_groups(attempt, communication: type) -> None:
     def watched(what: str, method, neighbours: str):
         def call(self, action, *tensor):
             is_new, self.group.kinds = action not in getattr(self, "receiving", ()), []
-            method(self, action, *tensor)
+            # tensors that are not contiguous, as a view may be
+            method(self, action, *(each.mT.contiguous().mT if getattr(each, "ndim", 0) > 1 else each
+                                   for each in tensor))
             right = self.group.kinds == [action.kind] or not is_new and not tensor
             nobody = getattr(self, neighbours, {}).get(action.kind) is None
             attempt.require(right or nobody, f"{what} of {action.kind}{action.microbatch} has to use "
                             f"self.group[{action.kind!r}]: on NCCL, forward and backward messages in one group can "
                             "block each other")
+            for _, kept in getattr(self, "sending", ()):
+                attempt.require(isinstance(kept, torch.Tensor) and not kept.requires_grad, "self.sending has to keep "
+                                "each tensor that is sent, or its memory is given to another one; detached, or it "
+                                "keeps the graph as well")
 
         return call
 
@@ -90,7 +98,7 @@ def afab(attempt):
     micro-batches in the order 0, 1, 2, ..., because stages expect each other's messages in this order.
     """
     schedule = attempt.function()
-    for p, m in ((1, 1), (2, 3), (3, 4), (4, 2), (4, 7)):
+    for p, m in ((1, 1), (2, 3), (3, 4), (4, 2), (5, 9)):
         played = play_schedule(attempt, schedule, p, m)
         for stage, spans in enumerate(played.spans):
             order = [(span.kind, span.microbatch) for span in spans]

@@ -26,18 +26,20 @@ def one_f_one_b(attempt):
     whole, and for the activations that are alive: a micro-batch's from its F to its B.
     """
     schedule = attempt.function()
-    for p, m in ((1, 3), (2, 4), (3, 5), (4, 2), (4, 12)):
+    for p, m in ((1, 3), (2, 4), (3, 5), (4, 2), (5, 20), (4, 12)):
         played = play_schedule(attempt, schedule, p, m)
         for stage, spans in enumerate(played.spans):
             for kind in "FB":
                 order = [span.microbatch for span in spans if span.kind == kind]
                 attempt.require(order == [*range(m)], f"stage {stage} of {p} does the {kind} of its micro-batches in "
                                                       f"the order {order}, and not 0, 1, 2, ...{picture(played)}")
+        if m >= 12:
+            score_time_and_memory(attempt, played, 2 * (m + p - 1), [p - s for s in range(p)],
+                                  f"{p} stages, {m} micro-batches")
     train_with(attempt, "--pp_engine 1f1b")
     # The last stage waits p - 1 units, works 2 m, and its last gradient passes p - 1 stages. In the 2 (m + p - 1 - s)
-    # units of stage s, each of m micro-batches is alive for 2 (p - s) at least: with p = 4 and m = 12, on average more
-    # than p - s - 1 are.
-    score_time_and_memory(attempt, played, 2 * (m + p - 1), [p - s for s in range(p)], "4 stages, 12 micro-batches")
+    # units of stage s, each of m micro-batches is alive for 2 (p - s) at least: with p = 4 and m = 12, and with 5 and
+    # 20, on average more than p - s - 1 are.
 
 
 @exercise("8", "process_group_manager.ProcessGroupManager.__init__", hints=(
@@ -70,6 +72,7 @@ def stages_in_the_grid(attempt):
             groups = {"pp_group": grid.pp_group, "pp_backward_group": grid.pp_backward_group,
                       "pp_ends_group": grid.pp_ends_group}
             return {**{f"the ranks of {name}": attempt.ranks_of(group) for name, group in groups.items()},
-                    "pp_prev_rank": grid.pp_prev_rank, "pp_next_rank": grid.pp_next_rank}
+                    "pp_prev_rank": repr(grid.pp_prev_rank), "pp_next_rank": repr(grid.pp_next_rank),
+                    "whether the two groups of the pipeline are two": grid.pp_backward_group is not grid.pp_group}
 
         attempt.both(dp * pp * tp, program, f"a grid of dp {dp} x pp {pp} x tp {tp}")

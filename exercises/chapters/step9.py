@@ -62,10 +62,11 @@ def owners_of_a_module(attempt):
     of them. You may call grid.group_of(set of places), which all ranks do in the same order: it returns the group, or
     None where this rank is not among the owners, or is the only one.
     """
-    cases = (([[3, 1], [1, 3]], False), ([[4], [1, 2, 1]], False), ([[2, 2], [4], [1, 3]], True), ([[2, 2]], True))
+    cases = (([[3, 1], [1, 3]], False), ([[4], [1, 2, 1]], False), ([[2, 2], [4], [1, 3]], True), ([[2, 2]], True),
+             ([[2, 9], [11]], False))
     for layers, tied in cases:
         def program(modules, rank):
-            config = modules.utils.load_config(SMALL[1], num_hidden_layers=4, num_attention_heads=None,
+            config = modules.utils.load_config(SMALL[1], num_hidden_layers=sum(layers[0]), num_attention_heads=None,
                                                num_key_value_heads=None)
             config.tie_word_embeddings = tied
             with torch.device("meta"):
@@ -102,19 +103,24 @@ def cut_layers(attempt):
     Stars are for the seconds of the slowest stage. Equally many layers, or a cut at equal shares of the sum, are not
     the best in general. There are up to 12 layers and 4 stages here.
     """
-    cut, total, best = attempt.function(), 0.0, 0.0
+    cut, total, best, equal = attempt.function(), 0.0, 0.0, 0.0
     for costs, speeds in (([1.0] * 6, [1.0] * 3), ([4.0, 1, 1, 1, 1, 4], [2.0, 1, 2]), ([3.0, 1, 2], [1.0, 5, 1]),
                           ([5.0], [2.0]), ([1.0, 2, 9, 2, 1, 3, 3, 1, 6, 1, 1, 8], [1.0, 4, 2, 1.5]),
                           ([1.0] * 11, [1.0, 3, 0.5])):
         sizes, what = cut(costs, speeds), f"costs {costs}, speeds {speeds}"
         attempt.require(hasattr(sizes, "__len__") and len(sizes) == len(speeds),
                         f"{what}: it returns {sizes}, and not a number for each of the {len(speeds)} stages")
+        sizes = [*map(int, sizes)]
         attempt.require(sum(sizes) == len(costs) and min(sizes) >= 1,
                         f"{what}: stages of {list(sizes)} layers have {sum(sizes)} together, of {len(costs)}, and each "
                         "needs one")
         total += slowest(costs, speeds, sizes)
+        many, left = divmod(len(costs), len(speeds))
+        equal += slowest(costs, speeds, [many + (s < left) for s in range(len(speeds))])
         best += min(slowest(costs, speeds, [b - a for a, b in itertools.pairwise((0, *ends, len(costs)))])
                     for ends in itertools.combinations(range(1, len(costs)), len(speeds) - 1))
+    attempt.require(total < equal, f"the slowest stages of six pipelines take {total:g} seconds together. Equally many "
+                    f"layers on each stage take {equal:g}, whatever the costs and speeds are")
     attempt.score("seconds of the slowest stage, summed over six pipelines", total, best)
 
 

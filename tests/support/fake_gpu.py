@@ -136,7 +136,9 @@ def main() -> None:
                      "monitored_barrier": lambda group, timeout: None, "batch_isend_irecv": one_by_one}),
              (dist.distributed_c10d, {"_get_default_store": dist.HashStore}),
              (torch.cuda, {"is_available": lambda: True, "device_count": lambda: 1, "set_device": lambda device: None,
-                          "get_device_name": lambda device: "Fake"}),
+                          "get_device_name": lambda device: "Fake",
+                          "is_bf16_supported": lambda including_emulation: True,
+                          "is_current_stream_capturing": lambda: False}),  # a CUDA build would ask for a driver
              (torch.Tensor, {"pin_memory": pin_memory}),
              (torch.nn.Module, {"to": lambda module, *to: module})]  # weights are drawn where they have to be
     for place, functions in fakes:

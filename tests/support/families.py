@@ -2,7 +2,8 @@
 
 Sizes are chosen so that what is often alike differs: Qwen3's head size is not hidden size / heads, Mistral's and
 Qwen2's windows are shorter than the samples, one OPT has projections around its layers and no final norm. Mixtral has
-more experts than a step's tokens reach, and its router's loss.
+more experts than a step's tokens reach, and its router's loss. Phi, Cohere, GLM-4-MoE and Apertus have norms or
+activations with parameters inside of what tensor parallelism splits, which their own plans leave out.
 """
 
 import pathlib
@@ -23,7 +24,7 @@ with modules_of(9):  # here, once: tests take them from this module
     import tensor_parallel
     from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
     from pipeline_stage import PipelineStage
-    from pipeline_template import FAMILIES, PipelineTemplate, listed_modules
+    from pipeline_template import FAMILIES, TRIED, PipelineTemplate, listed_modules
     from stage_weights import load_weights
 
 logging.set_verbosity_error()
@@ -31,6 +32,7 @@ logging.disable_progress_bar()
 
 SIZES = dict(vocab_size=96, hidden_size=32, num_hidden_layers=3, num_attention_heads=4)
 LLAMA = dict(SIZES, intermediate_size=48, num_key_value_heads=2, max_position_embeddings=32, pad_token_id=0)
+MANY_HEADS = dict(LLAMA, num_attention_heads=8, num_key_value_heads=4)  # so that four tp ranks divide them
 GPT2 = dict(vocab_size=96, n_embd=32, n_layer=3, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0,
             attn_pdrop=0.0, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 OPT = dict(SIZES, ffn_dim=48, max_position_embeddings=32, dropout=0.0)
@@ -48,6 +50,11 @@ TOYS = {  # name -> class of the model, its configuration
     "opt": ("OPTForCausalLM", OPT),
     "opt-projected": ("OPTForCausalLM", dict(OPT, word_embed_proj_dim=16, do_layer_norm_before=False)),
     "gpt-neox": ("GPTNeoXForCausalLM", dict(SIZES, intermediate_size=48, max_position_embeddings=32, pad_token_id=0)),
+    "phi": ("PhiForCausalLM", dict(MANY_HEADS, qk_layernorm=True, resid_pdrop=0.0)),
+    "cohere": ("CohereForCausalLM", dict(MANY_HEADS, use_qk_norm=True)),
+    "glm4-moe": ("Glm4MoeForCausalLM", dict(MANY_HEADS, use_qk_norm=True, head_dim=4, n_routed_experts=4,
+                                            num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1)),
+    "apertus": ("ApertusForCausalLM", MANY_HEADS),
     "gpt2-classifier": ("GPT2ForSequenceClassification", dict(GPT2, num_labels=3)),
     "llama-classifier": ("LlamaForSequenceClassification", dict(LLAMA, num_labels=3)),
     "llama-tagger": ("LlamaForTokenClassification", dict(LLAMA, num_labels=96, classifier_dropout=0.0)),

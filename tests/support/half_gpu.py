@@ -45,6 +45,7 @@ if has_gpu:
     mock.patch.multiple(
         torch.cuda, is_available=lambda: True, is_initialized=lambda: True, device_count=lambda: 8,
         set_device=lambda device: None, current_device=lambda: 0, get_device_properties=lambda device: facts,
+        is_bf16_supported=lambda including_emulation: True,
         Event=Event, synchronize=lambda device=None: None, max_memory_allocated=lambda device=None: 10**9,
         empty_cache=lambda: None, mem_get_info=lambda device: (10**10, 10**10), current_stream=lambda: facts).start()
     facts.synchronize = lambda: None

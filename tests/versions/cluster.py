@@ -11,6 +11,9 @@ VERSIONS = {
             Wrong("limits are ignored", "if shares[rank] < limits[rank]:", "if True:", "beyond a limit"),
             Wrong("a rank may have nothing", "shares = [1] * num_ranks", "shares = [2] + [0] + [1] * (num_ranks - 2)",
                   "a rank has no piece"),
+            Wrong("all are equally fast", "        _, rank = heapq.heappop(done)", "        rank = "
+                  "min(range(num_ranks), key=lambda rank: (shares[rank] >= limits[rank], shares[rank], rank))",
+                  "times as long as the best shares"),
         ],
         right='''
 def shares_by_speed(total, seconds_each, limits=None, besides=None):
@@ -48,6 +51,11 @@ def encode(x, dtype):
                 "sent",
                   "the sum of what was sent"),
             Wrong("the sign is wrong", "self.left_over = wanted - sent", "self.left_over = sent - wanted",
+                  "the sum of what was sent"),
+            Wrong("quantise() is torch's round", "sent = self.quantise(wanted)", "sent = wanted.round()",
+                  "that is not torch.round"),
+            Wrong("all tensors share one", "        self.left_over = wanted - sent\n",
+                  "        type(self).left_over = wanted - sent\n        vars(self).pop(\"left_over\", None)\n",
                   "the sum of what was sent"),
         ],
         right='''

@@ -12,6 +12,11 @@ VERSIONS = {
             Wrong("the dtype of the activations", "(grad @ x).to(weight.dtype)", "grad @ x", "dtype"),
             Wrong("the data parallelism is not told", "model.mark_param_as_ready(weight)", "pass",
                   "was called 0 times"),
+            Wrong("told with half of it", "            model.mark_param_as_ready(weight)",
+                  "            weight.grad /= 2\n            model.mark_param_as_ready(weight)\n"
+                  "            weight.grad *= 2", "when mark_param_as_ready is called"),
+            Wrong("two dims before the last always", "grad.flatten(0, -2).t(), x.flatten(0, -2)",
+                  "grad.flatten(0, 1).t(), x.flatten(0, 1)", "must be a matrix"),
         ],
         right='''
 def add_weight_gradients(entries, model):

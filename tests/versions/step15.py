@@ -11,6 +11,11 @@ VERSIONS = {
                 "out"),
             Wrong("the weights are swapped", "torch.sigmoid(other_lse - lse)", "torch.sigmoid(lse - other_lse)",
                   "scores near 0: out"),
+            Wrong("the first sample only", "out -= torch.sigmoid(other_lse - lse).unsqueeze(-1) * (out - other_out)",
+                  "out[:1] -= (torch.sigmoid(other_lse - lse).unsqueeze(-1) * (out - other_out))[:1]",
+                  "scores near 0: out"),
+            Wrong("the other set is changed", "    lse.copy_(", "    other_out.zero_()\n    lse.copy_(",
+                  "it changes `other_out`"),
         ],
         right='''
 def merge(out, lse, other_out, other_lse):
@@ -26,6 +31,8 @@ def merge(out, lse, other_out, other_lse):
             Wrong("the later chunk comes first", "[chunks[first], chunks[second]]", "[chunks[second], chunks[first]]",
                   "the positions"),
             Wrong("one chunk for each rank", "[chunks[first], chunks[second]]", "[chunks[first]]", "the positions"),
+            Wrong("chunks of 3 tokens", "chunks = torch.arange(seq_len).tensor_split(2 * size)",
+                  "chunks = torch.arange(6 * size).tensor_split(2 * size)", "the positions"),
         ],
         right='''
 def local_positions(layout, seq_len):
@@ -44,5 +51,7 @@ def local_positions(layout, seq_len):
                 "values"),
             Wrong("nothing is sent where nothing is visible", "        message = Message(",
                   "        message = message if block is None else Message(", "rank"),
+            Wrong("the given gradient is cleared", "    return None, grad_q",
+                  "    grad.zero_()\n    return None, grad_q", "backward changes `grad`"),
         ]),
 }

@@ -23,6 +23,8 @@ VERSIONS = {
             Wrong("half of the ranks make another axis first", "self.tp_group = make_group(",
                   "if self.dp_rank:\n        self.dp_group = make_group(self.ranks[:, self.pp_rank, self.tp_rank])\n"
                   "    self.tp_group = make_group(", "deadlock"),
+            Wrong("the timeout is torch's", "ranks.tolist(), timeout, use", "ranks.tolist(), None, use",
+                  "without `timeout`"),
         ]),
     "broadcast": Versions(
         wrong=[
@@ -50,5 +52,9 @@ def broadcast(tensor, source):
             Wrong("all ranks send first",
                   "sending = dist.isend(outgoing, after)", "sending = None; dist.send(outgoing, after)",
                   "circle"),
+            Wrong("12 numbers always", "tensor.chunk(size)", "tensor[:12].chunk(size)", "IndexError"),
+            Wrong("rounds enough for 4 ranks", "range(2 * (size - 1))", "range(6)", "the sum over 5 ranks"),
+            Wrong("the parts are copies of another dtype", "tensor.chunk(size)", "tensor.float().chunk(size)",
+                  "the sum over 3 ranks"),
         ]),
 }

@@ -12,6 +12,8 @@ VERSIONS = {
                   "i % self.samples_per_epoch * (self.seq_len + 1)", "sample 1 in a corpus of the 13 tokens"),
             Wrong("the corpus is not repeated", "i % self.samples_per_epoch * self.seq_len", "i * self.seq_len",
                   "sample 3 in a corpus"),
+            Wrong("all of the file is read", "self.tokens = tokens[part]", "self.tokens = tokens",
+                  "sample 0 in a corpus"),
         ]),
     "accumulation": Versions(
         wrong=[
@@ -21,6 +23,7 @@ VERSIONS = {
             Wrong("earlier micro-batches are divided again", "loss.backward()",
                   "(loss * num_microbatches).backward(); model.weight.grad /= num_microbatches",
                   "the gradient of the mean loss with 3"),
+            Wrong("a Python number", "return total_loss", "return float(total_loss)", "has to be a tensor"),
         ],
         right='''
 def train_step(model, data_loader):

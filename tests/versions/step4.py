@@ -10,6 +10,8 @@ VERSIONS = {
                   "grad = grad.contiguous()", "Autograd may use it elsewhere"),
             Wrong("the copy has the strides of the gradient", "grad.clone(memory_format=torch.contiguous_format)",
                   "grad.clone()", "is_contiguous()"),
+            Wrong("only the first row's gradient", "        return grad\n", "        return grad[0]\n",
+                  "what backward returns has shape [3], but has to have [2, 3]"),
         ]),
     "g": Versions(
         wrong=[
@@ -19,6 +21,9 @@ VERSIONS = {
             Wrong("nothing is summed", "        all_reduce(x)\n", "", "the output"),
             Wrong("the mean instead of the sum", "        return x\n",
                   "        x /= pgm.process_group_manager.tp_world_size\n        return x\n", "(1/2 of it)"),
+            Wrong("the given gradient is cleared", "        return grad\n",
+                  "        own = grad.clone()\n        grad.zero_()\n        return own\n",
+                  "backward changes the tensor"),
         ]),
     "vocab_parallel_cross_entropy": Versions(
         wrong=[
@@ -29,6 +34,9 @@ VERSIONS = {
             Wrong("other ranks count column 0 as the target",
                   ".squeeze(-1).masked_fill(elsewhere, 0.0)", ".squeeze(-1)",
                   "the loss of 4 tokens"),
+            Wrong("4 tokens always", ".mean()", ".sum() / 4", "the loss of 3 tokens"),
+            Wrong("the logits are changed", "logits = logits - largest.unsqueeze(-1)",
+                  "logits = logits.sub_(largest.unsqueeze(-1))", "forward changes the logits"),
         ]),
     "norm_over_tp": Versions(
         wrong=[
@@ -49,14 +57,6 @@ VERSIONS = {
                   "dist.send(tensor, group=grid.tp_group, group_dst=partner); sending = None", "circle"),
             Wrong("the maximum is forgotten", "torch.add if op == dist.ReduceOp.SUM else torch.maximum", "torch.add",
                   "the maximum"),
-        ]),
-    "conjugate": Versions(
-        wrong=[
-            Wrong("a reduce-scatter: tp times too large", "        return grad.chunk(",
-                  "        grad = grad.clone()\n        dist.all_reduce(grad)\n        return grad.chunk(",
-                  "reduce_scatter in backward are not the types V -> I"),
-            Wrong("each rank keeps the first rows", "[dist.get_rank()]", "[0]", "rank 1: 2 ranks"),
-            Wrong("all ranks' parts are averaged", "dist.get_rank()]", "dist.get_rank()] / dist.get_world_size()",
-                  "1/2 of it"),
+            Wrong("distances for 8 ranks", "(1, 2, 4, 8)[", "(1, 2, 4)[", "tp 16, the sum"),
         ]),
 }

@@ -14,6 +14,9 @@ VERSIONS = {
                   "range(grid.dp_rank * micro_batch_size, len(samples), grid.dp_world_size * micro_batch_size)",
                   "range(grid.dp_rank * len(samples) // grid.dp_world_size, (grid.dp_rank + 1) * len(samples) // "
                   "grid.dp_world_size, micro_batch_size)", "as dp rank 0 with dp 2 x tp 1"),
+            Wrong("one optimizer step's only", "len(samples), grid.dp_world_size * micro_batch_size)",
+                  "gradient_accumulation_steps * grid.dp_world_size * micro_batch_size,\n                          "
+                  "grid.dp_world_size * micro_batch_size)", "as dp rank 0 with dp 1"),
         ],
         right='''
 def __init__(self, samples, micro_batch_size, gradient_accumulation_steps, device, num_workers=0):

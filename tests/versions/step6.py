@@ -11,6 +11,7 @@ VERSIONS = {
                   "the gradients a have arrived"),
             Wrong("buckets are sent in each micro-batch", "if not self.require_backward_grad_sync:", "if False:",
                   "In the first of two micro-batches"),
+            Wrong("three buckets always", "in self.buckets:", "in self.buckets[:3]:", "[0, 1, 2]"),
         ],
         right='''
 def mark_param_as_ready(self, param):

@@ -13,6 +13,8 @@ VERSIONS = {
                   "has to be B0"),
             Wrong("counted from one", 'yield Action("B", i)', 'yield Action("B", i + 1)',
                   "but the micro-batches are 0 to 0"),
+            Wrong("7 micro-batches at most", "for i in range(num_microbatches):\n        yield Action(\"B\", i)",
+                  "for i in range(min(num_microbatches, 7)):\n        yield Action(\"B\", i)", "never does B7"),
         ],
         right='''
 def afab(stage, num_stages, num_microbatches):
@@ -39,5 +41,9 @@ def afab(stage, num_stages, num_microbatches):
             Wrong("both directions share a group",
                   "source, group = self.source[action.kind], self.group[action.kind]",
                   'source, group = self.source[action.kind], self.group["F"]', "post_receive of B0 has to use"),
+            Wrong("what is sent is not kept", "group=group), tensor))", "group=group), None))",
+                  "self.sending has to keep"),
+            Wrong("the graph is kept, too", "tensor.detach().to", "tensor.to", "detached, or it keeps the graph"),
+            Wrong("sent as it lies", ".to(self.wire_device).contiguous()", ".to(self.wire_device)", "not contiguous"),
         ]),
 }

@@ -10,6 +10,8 @@ VERSIONS = {
             Wrong("few micro-batches are forgotten", "min(num_stages - stage - 1, num_microbatches)",
                   "num_stages - stage - 1", "does F2, but the micro-batches are 0 to 1"),
             Wrong("no cool-down", "range(num_microbatches - warm_up, num_microbatches)", "range(0)", "never does B"),
+            Wrong("the warm-up of four stages", "num_stages - stage - 1", "4 - stage - 1",
+                  "5 stages, 20 micro-batches"),
         ],
         right='''
 def one_f_one_b(stage, num_stages, num_microbatches):
@@ -26,5 +28,9 @@ def one_f_one_b(stage, num_stages, num_microbatches):
                   "the ranks of pp_ends_group"),
             Wrong("the neighbours are the next numbers", "else stages[self.pp_rank + 1].item()", "else self.global_rank + 1",
                   "pp_next_rank"),
+            Wrong("one group for both directions", "self.pp_backward_group = make_group(stages)",
+                  "self.pp_backward_group = self.pp_group", "whether the two groups"),
+            Wrong("a neighbour is a tensor", "stages[self.pp_rank - 1].item()", "stages[self.pp_rank - 1]",
+                  "tensor(0)"),
         ]),
 }

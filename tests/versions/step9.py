@@ -31,6 +31,8 @@ def deal_microbatches(num_microbatches):
                   "expected  [0, 3]"),
             Wrong("the tied parameter has the owners of its first module", "for module in ends for place",
                   "for module in ends[:1] for place", "tied, the owners of"),
+            Wrong("a name that begins another one's", "if name in names} for", "if name in \" \".join(names)} for",
+                  "the owners of decoder_layers.1."),
         ]),
     "cut_layers": Versions(
         wrong=[
@@ -40,6 +42,9 @@ def deal_microbatches(num_microbatches):
                   "together, of 6"),
             Wrong("the last stage is forgotten", "return best(len(speeds), len(costs))[1]",
                   "return best(len(speeds), len(costs))[1][:-1]", "not a number for each of the 3 stages"),
+            Wrong("the costs and speeds are not read", "return best(len(speeds), len(costs))[1]",
+                  "return [len(costs) // len(speeds) + (s < len(costs) % len(speeds)) for s in range(len(speeds))]",
+                  "whatever the costs and speeds are"),
         ],
         right='''
 def cut_layers(costs, speeds):

@@ -23,7 +23,7 @@ import time
 import course_muon
 import figures_drawn
 import figures_measured
-from launch import ROOT, STEPS, Help, environment, modules_of
+from launch import ROOT, STEPS, Help, environment, modules_of, writing
 from make_tiny_llama import resized
 from turns import Program
 
@@ -152,8 +152,8 @@ def main(argv=None) -> None:
     if unknown := [name for name in args.names if name not in FIGURES]:
         parser.error(f"no figure {unknown[0]!r}: choose from {', '.join(FIGURES)}")
     os.environ["OMP_NUM_THREADS"] = "1"
-    args.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
+    with writing(args.out), tempfile.TemporaryDirectory() as folder:
+        args.out.mkdir(parents=True, exist_ok=True)
         for name in args.names or FIGURES:
             picture = args.out / f"figure_{name}.png"
             FIGURES[name](pathlib.Path(folder), picture)

@@ -5,7 +5,8 @@
 Each is step 16 with the flags that are most like the run's, as its first, second and last stage. A rank runs the
 micro-batches of two rounds of its pipeline, since each further round holds and takes the same; the schedule is played
 with all. A Llama has gated MLPs, the same experts in each layer, and no latent attention: those here have as many
-weights as the run's, and a shared expert is one more to choose.
+weights as the run's. DeepSeek-V3's shared expert is one more to choose, whose rows are not sent, and the ranks of a
+group of experts are neighbours, as they were there: a machine has eight of one stage.
 """
 
 import multiprocessing
@@ -15,7 +16,8 @@ import sys
 
 import tools_path  # noqa: F401
 from data_sheets import EFFICIENCY, PRESETS, Shape, parse_nodes
-from dry_run_clock import Clock, machine_of, predict
+from dry_run_clock import Clock, Machine, machine_of, predict
+from dry_run_rank import Event
 from dry_run_step import run_rank
 
 TRAIN = pathlib.Path(__file__).resolve().parents[2] / "beyond" / "step16_expert_parallel" / "train.py"
@@ -48,10 +50,17 @@ RUNS = [  # Dubey et al. 2024, table 4; Narayanan et al. 2021, tables 2 and 1; D
     ("Nemotron-4 340B", "8xH100:8", 989, (64, 8, 12, 1, 1), Shape(18432, 49152, 96, 96, 8, 256000, False, 192),
      (4096, 1, 36), "--sequence_parallel --zero 1 " + INTERLEAVED + "8", "8.0 s, 41.0 % MFU", 8.0),
     ("OLMo 2 32B", "8xH100:8@1600gbit", 989, (1024, 1, 1, 1, 1), Shape(5120, 27648, 64, 40, 8, 100352, False, 128),
-     (4096, 2, 1), "--zero 3 --shard_size 64 --recompute", "1,800 tokens/s, 38 % MFU", 2 * 4096 / 1800),
+     (4096, 2, 1), "--zero 3 --shard_size 64 --recompute", "over 1,800 tokens/s, 38 % MFU", 2 * 4096 / 1800),
     ("SmolLM3 3B", "8xH100:8", 989, (192, 2, 1, 1, 1), Shape(2048, 11008, 36, 16, 4, 128256, True, 128), (4096, 3, 1),
      "--sequence_parallel --zero 1", "14,000 tokens/s, 29.4 % MFU", 3 * 4096 / (2 * 14000)),
 ]
+
+
+def unsent(log: list, experts: int) -> None:
+    """One of the experts of a token, the shared one, is on its rank."""
+    for i, each in enumerate(log):
+        if isinstance(each, Event) and each.axis == "ep":
+            log[i] = each._replace(num_bytes=each.num_bytes * (experts - 1) // experts)
 
 
 def compare(run: tuple) -> tuple[str, float]:
@@ -60,14 +69,19 @@ def compare(run: tuple) -> tuple[str, float]:
     (dp, tp, pp, cp, ep), node = sizes, parse_nodes(machine)[0]
     device = node.device._replace(bfloat16=tflops * 1e12)
     machine = machine_of(node._replace(device=device), EFFICIENCY)
+    if ep > 1:
+        machine = type("Neighbours", (Machine,), {"machines": lambda self, ranks: Machine.machines(
+            self, [rank % pp * dp + rank // pp for rank in ranks])})(*machine)
     flags += (f" --model_name published --seq_len {seq_len} --micro_batch_size {samples} --gradient_accumulation_steps "
               f"{min(microbatches, 2 * pp)} --dp_size {dp} --tp_size {tp} --pp_size {pp} --cp_size {cp} --ep_size {ep}")
     world = dp * tp * pp * cp
-    ranks = {stage: run_rank(TRAIN, flags.split(), world, stage * tp * cp, node.count, machine.seconds_of, True,
-                             {"published": shape})._replace(microbatches=microbatches)
-             for stage in {0, min(1, pp - 1), pp - 1}}
-    found = predict(ranks[0], machine, {stage: Clock(rank, machine) for stage, rank in ranks.items()}, device.bfloat16)
-    peak = max(rank.count.peak.total() for rank in ranks.values())
+    ranks = [run_rank(TRAIN, flags.split(), world, stage * tp * cp, node.count, machine.seconds_of, True,
+                      {"published": shape})._replace(microbatches=microbatches)
+             for stage in sorted({0, min(1, pp - 1), pp - 1})]
+    for rank in ranks:
+        unsent(rank.count.log, rank.args.experts_per_token)
+    kinds = [(rank, Clock(rank, machine)) for rank in ranks]
+    found, peak = predict(*kinds[0], machine, kinds), max(rank.count.peak.total() for rank in ranks)
     fits = f"{'yes' if peak <= device.memory else 'no'}: {peak / 1e9:.0f} GB"
     return (f"| {name} | {world:,} {node.name} | {', '.join(map(str, sizes))} | {published} | {seconds:.3g} | "
             f"{found.seconds:.3g} | {found.seconds / seconds - 1:+.0%} | {fits} |", found.seconds / seconds)

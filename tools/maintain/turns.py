@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from launch import environment
+from launch import environment, writing
 
 
 def take_turns(turns: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -58,8 +58,9 @@ def read_results(path: pathlib.Path) -> dict:
 def keep(path: pathlib.Path | None, group: str, found: dict) -> None:
     """Writes what was found of a group beside the other groups of the file."""
     if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**read_results(path), group: found}, indent=1))
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({**read_results(path), group: found}, indent=1))
 
 
 class Program:
