@@ -255,3 +255,12 @@ def of_update(before: Step, found: Difference, is_first: bool) -> tuple[str, str
     elif partly:
         cause = "some ranks update them, the others do not: are they never sent (broadcast) to these?"
     return by, cause
+
+
+def of_decay(found: list[Difference], a: dict, whole: dict, weights: dict) -> tuple[str, str] | None:
+    """Whether updates differ by one multiple of the weights themselves: by what, and why."""
+    names = [name for each in found for name in each.sizes if isinstance(each, Other)]
+    factors = {(c := factor(whole[name] - a[name], weights[name], 1e-3)) and float(f"{c:.3g}") for name in names}
+    if len(found) != 1 or len(factors) != 1 or factors & {None, 1.0}:
+        return None
+    return f"not as they should, by {factors.pop():.3g} times the weights themselves", "is it another weight decay?"

@@ -5,14 +5,14 @@ import dataclasses
 import torch
 
 from .frameworks import ordinary
-from .noise import ROUNDING, Noise, coarsest
+from .noise import ROUNDING, Noise, coarsest, noise
 from .recording import Recording
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something wrong: `what` is, in `which` parameters, `by` what, the likely `cause`; `size` beside the right length
-    of the largest difference, in the parameter `worst`. `line` says it."""
+    """`what` is wrong, in `which` parameters, `by` what, and the likely `cause`; `size` of the largest difference, beside
+    the right length, in the parameter `worst`; `line` says all of it."""
 
     step: int
     what: str
@@ -33,23 +33,21 @@ class Pair:
     names: list[str]
     dtype: str
     sizes: dict[str, int]
+    is_alone: bool  # a pipeline's stages, which share nothing
 
     @classmethod
     def of(cls, one: Recording, many: Recording) -> "Pair":
         names = [name for name, info in one.info.items() if info["trained"]]
         split = [parts for parts in many.parts.values() if len(parts) > 1]
         replicas = min(len(ranks) for parts in split or many.parts.values() for ranks in parts.values())
-        sizes = {"replicas": replicas, "shards": max(map(len, split), default=1), "ranks": many.world, **many.sizes}
+        shards = max(map(len, split), default=1)
         # the least of all steps, because a pipeline's first one may have a forward more, to learn shapes
         counts = [[many.read(many.folder / f"rank{rank}_step{step}.pt")["microbatches"] for rank in range(many.world)]
                   for step in many.steps]
-        sizes["micro-batches"] = min(map(max, counts))
-        return cls(one, many, names, coarsest(*(one.info[name]["dtype"] for name in names)), sizes)
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether a pipeline's stages share nothing."""
-        return max(self.sizes["replicas"], self.sizes["shards"]) == 1
+        sizes = {"replicas": replicas, "shards": shards, "ranks": many.world, **many.sizes,
+                 "micro-batches": min(map(max, counts))}
+        dtype = coarsest(*(one.info[name]["dtype"] for name in names))
+        return cls(one, many, names, dtype, sizes, replicas == shards == 1)
 
     def ranks(self, names) -> set[int]:
         return {rank for name in names for ranks in self.many.parts[name].values() for rank in ranks}
@@ -80,20 +78,17 @@ class Step:
     @classmethod
     def load(cls, pair: Pair, number: int, before: "Step | None", start: "Step | None") -> "Step":
         """Gradients are later as much noise as the weights have come apart, beside the way from the `start`."""
-        a, b = pair.one.load(number), pair.many.load(number)
-        noise = before.noise if before else Noise(pair.dtype, pair.dtype)
-        noise = dataclasses.replace(
-            noise, computed=coarsest(noise.computed, *(name for each in a + b for name in each["computed"])),
-            kept=coarsest(noise.kept, *(name for each in a + b for name in each["states"])))
-        if not start:
-            return cls(pair, number, a, b, noise)
-        step = cls(pair, number, a, b, noise)
-        old, mine, theirs = start.mine("weights"), step.mine("weights"), step.whole("weights")
-        names = [name for name in pair.names if name in theirs and name in mine]
-        way = sum((mine[name] - old[name]).norm() ** 2 for name in names) ** 0.5
-        apart = sum((mine[name] - theirs[name]).norm() ** 2 for name in names) ** 0.5
-        drift = 100 * float(apart / way) if way else 0.0
-        return dataclasses.replace(step, noise=dataclasses.replace(noise, drift=drift))
+        a, b, drift = pair.one.load(number), pair.many.load(number), 0.0
+        known = before.noise if before else noise(pair.dtype, pair.dtype)
+        step = cls(pair, number, a, b, known)
+        if start:
+            old, mine, theirs = start.mine("weights"), step.mine("weights"), step.whole("weights")
+            names = [name for name in pair.names if name in theirs and name in mine]
+            way = sum((mine[name] - old[name]).norm() ** 2 for name in names) ** 0.5
+            drift = 100 * float(sum((mine[name] - theirs[name]).norm() ** 2 for name in names) ** 0.5 / (way or 1))
+        computed, kept = (coarsest(dtype, *set().union(*(each[key] for each in a + b)))
+                          for dtype, key in ((known.computed, "computed"), (known.kept, "states")))
+        return dataclasses.replace(step, noise=noise(computed, kept, drift, known.is_rounded))
 
     def mine(self, kind: str) -> dict[str, torch.Tensor]:
         """name -> the trusted sketch of "weights" or "gradients"."""

@@ -1,10 +1,67 @@
-"""Of gradients that are right: the norm, the loss, and the settings with which the optimizer applies them."""
+"""What is no tensor of a parameter: NaN, samples and, of gradients that are right, norm, settings and loss."""
 
+import collections
 import itertools
 
 from .causes import fits
 from .frameworks import ordinary
 from .pair import Finding, Step, given, unlike
+
+
+def broken(step: Step, kind: str) -> list[Finding]:
+    """NaN and infinity. Raises ValueError where both recordings have them in the same places only."""
+    found, findings = [collections.defaultdict(list), collections.defaultdict(list)], []
+    for bad, records in zip(found, (step.a, step.b)):
+        for rank, record in enumerate(records):
+            for name, vector in record[kind].items():
+                if vector is not None and not vector.isfinite().all():
+                    bad[name].append(rank)
+            for key in ("loss", "norm") if kind == "gradients" else ():
+                if record[key] is not None and not -float("inf") < record[key] < float("inf"):
+                    bad[f"the {key}"].append(rank)
+    for mine, other, run in ((found[1], found[0], step.pair.many), (found[0], found[1], step.pair.one)):
+        if names := [name for name in mine if name not in other]:
+            ranks = sorted({rank for name in names for rank in mine[name]})
+            of_params = [name for name in names if not name.startswith("the ")]
+            findings.append(step.finding(
+                f"NaN or infinity in {run.folder}, {kind}", dict.fromkeys(of_params, float("inf")),
+                f"{', '.join(names[:4])}{' ...' * (len(names) > 4)} on ranks {ranks}",
+                "a division by zero, an overflow (float16?), or memory that nobody has written?"))
+    if (both := [name for name in found[0] if name in found[1]]) and not findings:
+        raise ValueError(
+            f"step {step.number}: {len(both)} {kind}, such as {both[0]}, have NaN or infinity in both recordings, on "
+            f"ranks {found[0][both[0]]} and {found[1][both[0]]}: nothing to compare")
+    return findings
+
+
+def judge_samples(step: Step) -> list[Finding]:
+    one, ranks = step.pair.one, [{*each["samples"]} for each in step.b]
+    wanted, read = {sample for each in step.a for sample in each["samples"]}, set().union(*ranks)
+    missing, strange = wanted - read, read - wanted
+    if not_judged(step) or not missing and not strange:
+        return []
+    twins = [f"rank {j} reads rank {i}'s" for j, each in enumerate(ranks) for i in range(j) if each and each == ranks[i]]
+    seen = {number: {*sum((each["samples"] for each in one.load(number)), [])} for number in one.steps}
+    steps = [number for number in one.steps if strange and strange <= seen[number]]
+    earlier = [number for number in one.steps if number < step.number and strange & seen[number]]
+    again = strange and strange <= set().union(*(seen[number] for number in earlier))
+    return [step.finding(
+        "samples", [], f"{len(missing)} of {len(wanted)} are read by nobody, and {len(strange)} others are",
+        f"{'; '.join(twins)}: does the loader ask for its rank?" if twins and not strange else
+        f"they are those of step{'s' * (len(earlier) > 1)} {', '.join(map(str, earlier))}, read again: is an epoch's "
+        "last batch padded by its first samples (accelerate's even_batches, DistributedSampler)?"
+        if again and read & wanted else
+        f"they are those of step {steps[0]}: does a resumed run begin its data anew?" if steps else
+        "another order, another seed of the shuffle, or other data?")]
+
+
+def not_judged(step: Step) -> str:
+    """Why samples can't be compared, "" where they can."""
+    sizes = [{sample.partition(":")[0] for each in records for sample in each["samples"]} for records in (step.a, step.b)]
+    lacking = [f"{run.folder}" for run, each in zip((step.pair.one, step.pair.many), sizes) if not each]
+    return (f"samples were not recorded in {' and '.join(lacking)}: step(batch=...) records them" if lacking else
+            "not judged: samples, which have other lengths in the other run: parts of them, or other padding"
+            * (sizes[0] != sizes[1]))
 
 
 def judge_norm(step: Step) -> list[Finding]:
@@ -86,11 +143,11 @@ def settings(records: list[dict], name: str) -> list[dict[str, list[float]]]:
     return [{key: value for key, value in first.items() if all(each.get(key) == value for each in others)}]
 
 
-def judge_loss(step: Step) -> tuple[list[Finding], list[str]]:
-    """Of all, or the mean of the ranks' own, or their sum. And what could not be judged."""
+def judge_loss(step: Step) -> tuple[list[Finding], str]:
+    """Of all, or the mean of the ranks' own, or their sum. And why it was not judged."""
     one, many = (given(records, "loss") for records in (step.a, step.b))
     if not one or not many:
-        return [], []
+        return [], ""
     wanted, limit = sum(one) / len(one), step.noise.totals * max(map(abs, one))
     holders = [{rank for ranks in parts.values() for rank in ranks} for parts in step.pair.many.parts.values()]
     last = [each for rank, each in enumerate(step.b) if each["loss"] is not None and (
@@ -100,11 +157,11 @@ def judge_loss(step: Step) -> tuple[list[Finding], list[str]]:
     are_unlike = max(many) - min(many) > limit and all(many)
     right = [sum(many) / len(many)] + [weighted, sum(many)] * are_unlike
     if any(abs(each - wanted) <= limit for each in right):
-        return [], []
+        return [], ""
     if are_unlike and min(many) < wanted < max(many):
-        return [], [f"not judged: the loss of step {step.number}: the ranks' own lie on both sides of it"]
+        return [], f"not judged: the loss of step {step.number}: the ranks' own lie on both sides of it"
     mean = right[0]
     by, cause = fits(step, mean / wanted) if wanted and mean else ("wrong", "")
     (shown,), instead = unlike([mean], wanted, 6)
     return [step.finding("loss, of gradients that are right", [], f"{shown} instead of {instead}, {by}",
-                         cause or "is it what backward is called with, of all micro-batches and ranks?")], []
+                         cause or "is it what backward is called with, of all micro-batches and ranks?")], ""
