@@ -186,11 +186,12 @@ def of_backward(step: Step) -> str:
                     "get whole logits?")
     unknown = [f"{run.folder}" for run, records in ((step.pair.one, step.a), (step.pair.many, step.b))
                if not any(each["samples"] for each in records)]
-    look = "look at backward, at its collectives" if is_right else (
-        f"samples were not recorded in {' and '.join(unknown)}: are they the same? (step(batch=...) records them)"
-        if unknown else "look at forward, at positions, masks and targets")
+    if unknown and not is_right:
+        loss += f"samples were not recorded in {' and '.join(unknown)} (step(batch=...) does it): are they the same? "
+    look = "look at backward, at its collectives" if is_right else "look at forward, at positions, masks and targets"
     hint = "" if any(each["outputs"] for each in step.a) else ' (Recorder(modules="blocks") says where)'
-    return loss + (where(step.a, step.b, step.noise.totals, is_right, step.pair.is_alone) or look + hint)
+    return loss + (where(step.a, step.b, step.noise.totals, is_right, step.pair.is_alone)
+                   or look * (is_right or not unknown) + hint)
 
 
 def of_mixture(step: Step, before: Step | None, names: list[str], a: dict) -> str:

@@ -84,12 +84,12 @@ def judge_norm(step: Step) -> list[Finding]:
 
 def of_squares(step: Step, one: float, many: list[float]) -> str:
     """Which parameters' squares fit a wrong norm, where they are left out or counted a number of times."""
-    pair, limit = step.pair, step.noise.gradients
+    pair = step.pair
     squares = pair.one.squares(step.a)
     before = one**2 / sum(squares.values())  # clipping
     squares = {name: each * before for name, each in squares.items()}
     names = [*dict.fromkeys(map(ordinary, squares))]
-    pairs = [(name,) for name in names] + [*itertools.combinations(names[:64], 2)] * (limit < 1e-6)
+    pairs = [(name,) for name in names] + [*itertools.combinations(names[:64], 2)] * (step.noise.gradients < 1e-6)
     kinds = {"what is of experts": [name for name in squares if "experts" in name],
              "what several ranks hold whole": [name for name, parts in pair.many.parts.items() if len(parts) == 1],
              "what is cut": [name for name, parts in pair.many.parts.items() if len(parts) > 1],
@@ -98,9 +98,10 @@ def of_squares(step: Step, one: float, many: list[float]) -> str:
     causes = {}
     for words, names in kinds.items():
         part = sum(squares[name] for name in names) / one**2
+        limit = 10 * (step.noise.gradients if " and " in words else step.noise.totals)  # there are many pairs
         for n in {0, *pair.sizes.values()} - {1} if 1e-6 < part < 1 - 1e-6 else ():
             for times in {n, 1 / n if n else 0}:
-                if max(abs((each / one) ** 2 - 1 - (times - 1) * part) for each in many) < 10 * limit:
+                if max(abs((each / one) ** 2 - 1 - (times - 1) * part) for each in many) < limit:
                     causes.setdefault("left out" if not n else f"counted {times:.4g} times", words)
     return next((f"it fits where {words} is {how}" for how, words in causes.items()), "")
 
@@ -126,8 +127,8 @@ def of_setting(step: Step, key: str, mine: tuple, theirs: tuple) -> tuple[str, s
     what = "the learning rate was" if key == "lr" else f"its {key} was"
     changed = [b / a for a, b in zip(mine, theirs) if a and b and abs(b - a) > 1e-6 * abs(a)]
     c = changed[0] if len(changed) == 1 else 1.0
-    counts = [kind for kind, n in step.pair.sizes.items() if n > 1 and min(abs(c / n - 1), abs(c * n - 1)) < 1e-3]
     times = f", {unlike([c], 1.0, 4)[0][0]} times as large" * (c != 1)
+    counts = [kind for kind, n in step.pair.sizes.items() if n > 1 and abs(c / n - 1) < 1e-3 and key == "lr"]
     times += f" (the number of {' or of '.join(counts)})" * bool(counts)
     shown = [str([float(unlike([x], y, 6)[0][0]) for x, y in zip(*both)]) for both in ((theirs, mine), (mine, theirs))]
     return (f"{what} {', not '.join(shown)}{times}",

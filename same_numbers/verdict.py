@@ -123,10 +123,10 @@ def judge_updates(step: Step, before: Step, start: Step) -> list[Finding | Note]
     is_fine = coarsest(known.computed, known.kept) == "float64" and not known.is_rounded
     found, rounded = differences(pair, a, b, lambda name: known.updates, floors.get, few_signs=not is_fine,
                                  rounding=known.rounding)
-    whole, vague = pair.many.whole(b), {}
+    whole = pair.many.whole(b)
     of_weights = of_decay(found, a, whole, old)
-    if not of_weights and [*map(type, found)] == [Other] and is_vague(before, found[0].sizes, len(a)):
-        vague, found = found[0].sizes, []
+    coarse = [each for each in found if isinstance(each, Other) and not of_weights and is_vague(before, each.sizes, len(a))]
+    vague, found = coarse[0].sizes if coarse else {}, [each for each in found if each not in coarse]
     alike = {name: vector for name, vector in a.items() if name not in hidden and name not in vague}
     c, apart = common(alike, whole)
     if not found and abs(c - 1) > 0.2 * known.updates:
