@@ -12,19 +12,16 @@ ROUNDING = {"float64": 2e-6, "float32": 2e-2}  # what looks like rounding in the
 
 def coarsest(*dtypes: str) -> str:
     """The name in NOISE of the one with the fewest digits. Integers have no noise of their own."""
-    infos = [torch.finfo(dtype) for name in dtypes if (dtype := getattr(torch, name)).is_floating_point
-             or dtype.is_complex]
-    eps = max((info.eps for info in infos), default=1e-7)
+    known = [each for name in dtypes if (each := getattr(torch, name)).is_floating_point or each.is_complex]
+    eps = max((torch.finfo(each).eps for each in known), default=1e-7)
     return "float64" if eps < 1e-12 else "float32" if eps < 1e-6 else "bfloat16"
 
 
 class Noise(NamedTuple):
-    """Relative to the length of what is right. `computed`: the coarsest dtype of weights and of what layers returned so
-    far, `kept`: of the optimizer's states, too; `is_rounded`: something computes in float32, though these are float64."""
-
-    computed: str
-    kept: str
-    is_rounded: bool
+    """Relative to the length of what is right."""
+    computed: str  # the coarsest dtype of weights and of what layers returned so far
+    kept: str  # of the optimizer's states, too
+    is_rounded: bool  # something computes in float32, though these are float64
     first: float  # of gradients in the first step
     drift: float  # of this step's, without a limit
     gradients: float
@@ -37,6 +34,6 @@ def noise(computed: str, kept: str, drift: float = 0.0, is_rounded: bool = False
     """`drift`: what weights that have come apart add."""
     first, rounding = NOISE[computed][0], ROUNDING["float64"]
     gradients = min(0.5, first + drift)
-    updates = NOISE[coarsest(computed, kept, *["float32"] * is_rounded)][1]
-    return Noise(computed, kept, is_rounded, first, first + drift, gradients, max(gradients, rounding),
-                 max(updates, gradients), rounding * (computed == "float64"))
+    updates = max(gradients, NOISE[coarsest(computed, kept, *["float32"] * is_rounded)][1])
+    return Noise(computed, kept, is_rounded, first, first + drift, gradients, max(gradients, rounding), updates,
+                 rounding * (computed == "float64"))

@@ -11,28 +11,23 @@ from .recording import Recording
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """`what` is wrong, in `which` parameters, `by` what, and the likely `cause`; `size` of the largest difference, beside
-    the right length, in the parameter `worst`; `line` says all of it."""
-
     step: int
     what: str
-    which: str
+    which: str  # parameters
     by: str
     cause: str
-    size: float
-    worst: str
-    line: str
+    size: float  # of the largest difference, beside the right length
+    worst: str  # its parameter
+    line: str  # all of it, in words
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """`one` is trusted; `names`, of trained parameters; `sizes`: kind -> number of ranks or of micro-batches."""
-
-    one: Recording
+    one: Recording  # which is trusted
     many: Recording
-    names: list[str]
+    names: list[str]  # of trained parameters
     dtype: str
-    sizes: dict[str, int]
+    sizes: dict[str, int]  # kind -> number of ranks or of micro-batches
     is_alone: bool  # a pipeline's stages, which share nothing
 
     @classmethod
@@ -67,11 +62,9 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """The records `a` of the trusted ranks and `b` of the others."""
-
     pair: Pair
     number: int
-    a: list[dict]
+    a: list[dict]  # the records of the trusted ranks
     b: list[dict]
     noise: Noise
 
@@ -79,8 +72,7 @@ class Step:
     def load(cls, pair: Pair, number: int, before: "Step | None", start: "Step | None") -> "Step":
         """Gradients are later as much noise as the weights have come apart, beside the way from the `start`."""
         a, b, drift = pair.one.load(number), pair.many.load(number), 0.0
-        known = before.noise if before else noise(pair.dtype, pair.dtype)
-        step = cls(pair, number, a, b, known)
+        step = cls(pair, number, a, b, known := before.noise if before else noise(pair.dtype, pair.dtype))
         if start:
             old, mine, theirs = start.mine("weights"), step.mine("weights"), step.whole("weights")
             names = [name for name in pair.names if name in theirs and name in mine]
@@ -92,8 +84,7 @@ class Step:
 
     def mine(self, kind: str) -> dict[str, torch.Tensor]:
         """name -> the trusted sketch of "weights" or "gradients"."""
-        one = self.pair.one
-        return one.whole(one.held(self.a, kind), kind == "gradients" and one.summed)
+        return (one := self.pair.one).whole(one.held(self.a, kind), kind == "gradients" and one.summed)
 
     def theirs(self, kind: str) -> dict[str, dict]:
         """name -> part -> rank -> sketch."""
@@ -105,8 +96,7 @@ class Step:
 
     def finding(self, what: str, which, by: str, cause: str = "") -> Finding:
         """`which`: name -> size of the difference beside the right value, or none."""
-        words = self.pair.which([*which]) if which else ""
-        cause = cause or "look at what it is made of"
+        words, cause = self.pair.which([*which]) if which else "", cause or "look at what it is made of"
         sizes = which.items() if isinstance(which, dict) else ()
         size, worst = max(((size, name) for name, size in sizes if size), default=(0, ""))
         how_large = f" (largest: {size:.2g} of the right length, in {worst})" if worst else ""
@@ -123,6 +113,6 @@ def given(records: list[dict], key: str) -> list[float]:
 
 def unlike(values: list[float], wanted: float, digits: int = 5) -> tuple[list[str], str]:
     """Numbers as text, with the digits that it takes to tell the farthest of them from the one that is wanted."""
-    farthest = max(values, key=lambda each: abs(each - wanted))
-    digits = next((n for n in range(digits, 18) if f"{farthest:.{n}g}" != f"{wanted:.{n}g}"), 17)
+    far = max(values, key=lambda each: abs(each - wanted))
+    digits = next((n for n in range(digits, 17) if f"{far:.{n}g}" != f"{wanted:.{n}g}"), 17)
     return [f"{each:.{digits}g}" for each in values], f"{wanted:.{digits}g}"

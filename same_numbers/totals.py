@@ -3,28 +3,28 @@
 import collections
 import itertools
 
-from .causes import fits
+import torch
+
+from .causes import fits, unread
 from .frameworks import ordinary
 from .pair import Finding, Step, given, unlike
 
 
 def broken(step: Step, kind: str) -> list[Finding]:
     """NaN and infinity. Raises ValueError where both recordings have them in the same places only."""
-    found, findings = [collections.defaultdict(list), collections.defaultdict(list)], []
+    found, findings, keys = [collections.defaultdict(list), collections.defaultdict(list)], [], ("loss", "norm")
     for bad, records in zip(found, (step.a, step.b)):
         for rank, record in enumerate(records):
-            for name, vector in record[kind].items():
+            numbers = {f"the {key}": torch.tensor(record[key] or 0.0) for key in keys if kind == "gradients"}
+            for name, vector in {**record[kind], **numbers}.items():
                 if vector is not None and not vector.isfinite().all():
                     bad[name].append(rank)
-            for key in ("loss", "norm") if kind == "gradients" else ():
-                if record[key] is not None and not -float("inf") < record[key] < float("inf"):
-                    bad[f"the {key}"].append(rank)
     for mine, other, run in ((found[1], found[0], step.pair.many), (found[0], found[1], step.pair.one)):
         if names := [name for name in mine if name not in other]:
             ranks = sorted({rank for name in names for rank in mine[name]})
-            of_params = [name for name in names if not name.startswith("the ")]
             findings.append(step.finding(
-                f"NaN or infinity in {run.folder}, {kind}", dict.fromkeys(of_params, float("inf")),
+                f"NaN or infinity in {run.folder}, {kind}",
+                {name: float("inf") for name in names if not name.startswith("the ")},
                 f"{', '.join(names[:4])}{' ...' * (len(names) > 4)} on ranks {ranks}",
                 "a division by zero, an overflow (float16?), or memory that nobody has written?"))
     if (both := [name for name in found[0] if name in found[1]]) and not findings:
@@ -40,7 +40,7 @@ def judge_samples(step: Step) -> list[Finding]:
     missing, strange = wanted - read, read - wanted
     if not_judged(step) or not missing and not strange:
         return []
-    twins = [f"rank {j} reads rank {i}'s" for j, each in enumerate(ranks) for i in range(j) if each and each == ranks[i]]
+    twins = [f"rank {j} reads rank {i}'s" for j, own in enumerate(ranks) for i in range(j) if own and own == ranks[i]]
     seen = {number: {*sum((each["samples"] for each in one.load(number)), [])} for number in one.steps}
     steps = [number for number in one.steps if strange and strange <= seen[number]]
     earlier = [number for number in one.steps if number < step.number and strange & seen[number]]
@@ -57,11 +57,11 @@ def judge_samples(step: Step) -> list[Finding]:
 
 def not_judged(step: Step) -> str:
     """Why samples can't be compared, "" where they can."""
+    if lacking := unread(step):
+        return f"samples were not recorded in {lacking}: step(batch=...) records them"
     sizes = [{sample.partition(":")[0] for each in records for sample in each["samples"]} for records in (step.a, step.b)]
-    lacking = [f"{run.folder}" for run, each in zip((step.pair.one, step.pair.many), sizes) if not each]
-    return (f"samples were not recorded in {' and '.join(lacking)}: step(batch=...) records them" if lacking else
-            "not judged: samples, which have other lengths in the other run: parts of them, or other padding"
-            * (sizes[0] != sizes[1]))
+    return "not judged: samples, which have other lengths in the other run: parts of them, or other padding" * (
+        sizes[0] != sizes[1])
 
 
 def judge_norm(step: Step) -> list[Finding]:
@@ -76,10 +76,10 @@ def judge_norm(step: Step) -> list[Finding]:
     ratios = {round(each / one[0], 4) for each in many}
     if not cause and len(ratios) == 1 and (fit := fits(step, ratios.pop()))[1]:
         cause = f"{fit[0]}: {fit[1]}"
-    return [step.finding("gradient norm, of gradients that are right", [],
-                         f"{', '.join(numbers)} by rank instead of {wanted}", cause or (
-                             "is what several ranks hold whole counted once for each of them?" if min(many) > one[0]
-                             else "does each rank take the norm of its own gradients for that of all?"))]
+    cause = cause or ("is what several ranks hold whole counted once for each of them?" if min(many) > one[0] else
+                      "does each rank take the norm of its own gradients for that of all?")
+    by = f"{', '.join(numbers)} by rank instead of {wanted}"
+    return [step.finding("gradient norm, of gradients that are right", [], by, cause)]
 
 
 def of_squares(step: Step, one: float, many: list[float]) -> str:
@@ -107,8 +107,7 @@ def of_squares(step: Step, one: float, many: list[float]) -> str:
 
 
 def judge_settings(step: Step) -> tuple[list[Finding], list[str]]:
-    """The optimizer's: what they change in a step may be less than a coarse dtype shows. And the parameters whose
-    settings are not known in both runs."""
+    """The optimizer's: what they change may be less than a coarse dtype shows. And for which parameters none is known."""
     wrong, unknown = {}, []
     for name in step.pair.names:
         mine, theirs = settings(step.a, name)[0], settings(step.b, name)
@@ -123,7 +122,6 @@ def judge_settings(step: Step) -> tuple[list[Finding], list[str]]:
 
 
 def of_setting(step: Step, key: str, mine: tuple, theirs: tuple) -> tuple[str, str]:
-    """By what it differs, and why."""
     what = "the learning rate was" if key == "lr" else f"its {key} was"
     changed = [b / a for a, b in zip(mine, theirs) if a and b and abs(b - a) > 1e-6 * abs(a)]
     c = changed[0] if len(changed) == 1 else 1.0
@@ -136,8 +134,7 @@ def of_setting(step: Step, key: str, mine: tuple, theirs: tuple) -> tuple[str, s
 
 
 def settings(records: list[dict], name: str) -> list[dict[str, list[float]]]:
-    """Of the group of a parameter on each rank whose optimizer has it. Where none has it, because it has others
-    instead, those that all of its groups agree on."""
+    """Of a parameter's group, on each rank whose optimizer has it. Where none has, those that all groups agree on."""
     if found := [each["settings"][each["groups"][name]] for each in records if name in each["groups"]]:
         return found
     first, *others = [group for each in records for group in each["settings"]] or [{}]
