@@ -5,10 +5,10 @@
 
     python -m same_numbers one_process/ many_processes/         # or same_numbers.compare(one_process, many_processes)
 
-Written by recorder.py (samples.py, optimizers.py, outputs.py; frameworks.py says what part of which parameter a rank
-holds, sketches.py how tensors are compared), read by recording.py. pair.py has two recordings and a step of both,
-noise.py what rounding may do, differences.py what is not the same, causes.py and places.py why; verdict.py puts it
-together, with reading.py and totals.py. The package needs torch alone.
+recorder.py writes (with samples, optimizers, outputs; frameworks: what part of which parameter a rank holds; sketches:
+how tensors are compared), recording.py reads. pair.py is two recordings, and a step of both; noise.py what rounding may
+do; differences.py and totals.py what is not the same; causes.py and places.py why. verdict.py puts it together. The
+package needs torch alone.
 """
 
 from . import callbacks

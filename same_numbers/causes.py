@@ -46,8 +46,8 @@ def of_difference(step: Step, kind: str, found: Difference, a: dict) -> tuple[st
     if isinstance(found, Scaled):
         return fits(step, found.factor)
     if isinstance(found, Absent):
-        return "ranks have none" if names[0] in a else "they are not in the other run", (
-            "does the graph reach them on every rank, is something frozen or detached?" * (kind == "gradients"))
+        why = "does the graph reach them on every rank, is something frozen or detached?" * (kind == "gradients")
+        return "ranks have none" if names[0] in a else "they are not in the other run", why
     if isinstance(found, Unlike):
         counts = {max(len(ranks) for name in names for ranks in pair.many.parts[name].values()), pair.sizes["shards"]}
         if found.factor == 1:
@@ -110,17 +110,19 @@ def explain(step: Step, before: Step | None, found: list[Difference], a: dict) -
         else:
             left, by_left = left | each.sizes, by_left or by
     if left:
-        names = [*left]
-        findings.append(step.finding("gradients", left, by_left, of_tie(step, names) or (
+        names, lost = [*left], [name for name in left if name in step.pair.many.untied]
+        findings.append(step.finding("gradients", left, by_left, (
+            f"{lost[0]} is tied in one run, and two parameters in the other: tie them after wrapping" if lost else
             "it may follow, further from the loss" if findings else
             mixed_up(step, names, a) or of_parts(step, names) or of_samples(step) or of_mixture(step, before, names, a)
             or of_model(step) or of_backward(step))))
     return findings
 
 
-def of_tie(step: Step, names: list[str]) -> str:
-    lost = [name for name in names if name in step.pair.many.untied]
-    return f"{lost[0]} is tied in one run, and two parameters in the other: tie them after wrapping" if lost else ""
+def unread(step: Step) -> str:
+    """The folders that have no samples."""
+    runs = ((step.pair.one, step.a), (step.pair.many, step.b))
+    return " and ".join(f"{run.folder}" for run, records in runs if not any(each["samples"] for each in records))
 
 
 def of_model(step: Step) -> str:
@@ -143,7 +145,7 @@ def of_samples(step: Step) -> str:
     if mine.keys() != theirs.keys() or not ratios or min(ratios) == max(ratios) or step.pair.is_alone:
         return ""
     often = sum(each > min(ratios) for each in ratios)
-    return (f"{often} of {len(ratios)} samples are read more often than the others: is the last batch padded by samples "
+    return (f"{often} of {len(ratios)} samples are read more often than the others: is the last batch padded by some "
             "of its own (accelerate's even_batches, DistributedSampler)?")
 
 
@@ -167,8 +169,8 @@ def of_parts(step: Step, names: list[str]) -> str:
         if len(sections) < 2 or len({*map(len, sections)}) > 1 or not sections[0].any() or any(
                 factor(each, sections[0], step.noise.totals) != 1 for each in sections):
             return ""
-    return ("ranks that hold other parts have the same gradients: are these averaged over the wrong group, with "
-            "those of other experts?")
+    return ("ranks that hold other parts have the same gradients: are these averaged over the wrong group, with those of "
+            "other experts?")
 
 
 def of_backward(step: Step) -> str:
@@ -184,13 +186,12 @@ def of_backward(step: Step) -> str:
         if n > 1 and abs(mean - wanted - math.log(n)) <= limit:
             return (f"{loss}by log {n}, of the number of {kind}: does a loss that is divided over the vocabulary "
                     "get whole logits?")
-    unknown = [f"{run.folder}" for run, records in ((step.pair.one, step.a), (step.pair.many, step.b))
-               if not any(each["samples"] for each in records)]
-    look = "look at backward, at its collectives" if is_right else (
-        f"samples were not recorded in {' and '.join(unknown)}: are they the same? (step(batch=...) records them)"
-        if unknown else "look at forward, at positions, masks and targets")
+    if (unknown := unread(step)) and not is_right:
+        loss += f"samples were not recorded in {unknown} (step(batch=...) does it): are they the same? "
+    look = "look at backward, at its collectives" if is_right else "look at forward, at positions, masks and targets"
     hint = "" if any(each["outputs"] for each in step.a) else ' (Recorder(modules="blocks") says where)'
-    return loss + (where(step.a, step.b, step.noise.totals, is_right, step.pair.is_alone) or look + hint)
+    return loss + (where(step.a, step.b, step.noise.totals, is_right, step.pair.is_alone)
+                   or look * (is_right or not unknown) + hint)
 
 
 def of_mixture(step: Step, before: Step | None, names: list[str], a: dict) -> str:
@@ -255,3 +256,12 @@ def of_update(before: Step, found: Difference, is_first: bool) -> tuple[str, str
     elif partly:
         cause = "some ranks update them, the others do not: are they never sent (broadcast) to these?"
     return by, cause
+
+
+def of_decay(found: list[Difference], a: dict, whole: dict, weights: dict) -> tuple[str, str] | None:
+    """Whether updates differ by one multiple of the weights themselves: by what, and why."""
+    names = [name for each in found for name in each.sizes if isinstance(each, Other)]
+    factors = {(c := factor(whole[name] - a[name], weights[name], 1e-3)) and float(f"{c:.3g}") for name in names}
+    if len(found) != 1 or len(factors) != 1 or factors & {None, 1.0}:
+        return None
+    return f"not as they should, by {factors.pop():.3g} times the weights themselves", "is it another weight decay?"

@@ -11,43 +11,34 @@ from .sketches import factor, has_few_signs
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """`sizes`: name -> how large it is, beside the right length."""
-
-    sizes: dict[str, float]
+    sizes: dict[str, float]  # name -> how large it is, beside the right length
 
 
-@dataclasses.dataclass(frozen=True)
 class Absent(Difference):
     """Ranks have none, or zeros only."""
 
 
+class Other(Difference):
+    """Wrong by no common factor."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Scaled(Difference):
-    """All are `factor` times what is right."""
-
-    factor: float
+    factor: float  # all are so many times what is right
 
 
 @dataclasses.dataclass(frozen=True)
 class Unlike(Difference):
-    """Ranks that should hold the same do not. Their mean is `factor` times what is right, None: no multiple of it."""
-
-    factor: float | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Other(Difference):
-    """Wrong by no common factor."""
+    """Ranks that should hold the same do not."""
+    factor: float | None  # their mean is so many times what is right, None: no multiple of it
 
 
 def differences(pair: Pair, a: dict, b: dict, noise: Callable, floor: Callable, *, summed: bool = False,
                 unlike: float | None = None, few_signs: bool = False,
                 rounding: float = 0.0) -> tuple[list[Difference], dict[str, float]]:
-    """All that there are of one kind of tensor, and name -> size of what differs by no more than `rounding`.
-
-    `a`: name -> sketch; `b`: name -> part -> rank -> sketch; `noise` and `floor` of a name; `unlike`: noise between
-    ranks. `few_signs`: where a gradient is almost zero, its sign is noise.
-    """
+    """All that there are of one kind of tensor, and name -> size of what differs by no more than `rounding`. `a`: name ->
+    sketch; `b`: name -> part -> rank -> sketch; `noise` and `floor` of a name; `unlike`: noise between ranks.
+    `few_signs`: where a gradient is almost zero, its sign is noise."""
     found, rounded, whole = {}, {}, pair.many.whole(b, summed)
     for name in [name for name in b if name in a or name in whole]:
         mine, theirs = (each.get(name, torch.zeros(())) for each in (a, whole))
@@ -59,8 +50,8 @@ def differences(pair: Pair, a: dict, b: dict, noise: Callable, floor: Callable, 
         size, limit = mine.norm(), noise(name)
         replicas = [] if summed else [(each, next(iter(ranks.values()))) for ranks in b[name].values()
                                       for each in ranks.values()]
-        apart = max([float((x - y).norm() / size) for x, y in [(theirs, mine), *replicas]]
-                    ) if size else float(theirs.norm() > floor(name))
+        apart = max(float((x - y).norm() / size) for x, y in [(theirs, mine), *replicas]) if size else float(
+            theirs.norm() > floor(name))
         if limit < apart <= rounding:
             rounded[name] = apart
             continue
@@ -77,10 +68,7 @@ def differences(pair: Pair, a: dict, b: dict, noise: Callable, floor: Callable, 
 
 
 def common(a: dict, whole: dict) -> tuple[float, float]:
-    """Of all sketches in one: by what the one is a multiple of the other, and how large the difference is. It shows a
-    common factor that is too small to be seen in each."""
+    """Of all sketches in one, where a factor shows that is too small to be seen in each: it, and the difference."""
     names = [name for name in a if name in whole]
     mine, theirs = (torch.cat([each[name] for name in names] or [torch.zeros(1)]) for each in (a, whole))
-    if not mine.any():
-        return 1.0, 0.0
-    return float(theirs @ mine / (mine @ mine)), float((theirs - mine).norm() / mine.norm())
+    return (float(theirs @ mine / (mine @ mine)), float((theirs - mine).norm() / mine.norm())) if mine.any() else (1, 0)

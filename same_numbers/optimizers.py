@@ -15,14 +15,12 @@ def optimizers(held) -> list:
         if id(each) in seen or depth > 5:
             continue
         seen.add(id(each))
-        if isinstance(each, (dict, list, tuple, set)):
-            inner = each.values() if isinstance(each, dict) else each
-        elif each is held or callable(getattr(each, "step", None)):
+        inner = each.values() if isinstance(each, dict) else each if isinstance(each, (list, tuple, set)) else ()
+        if callable(getattr(each, "step", None)):
             found += [each] * isinstance(getattr(each, "param_groups", None), (list, tuple))
-            inner = [value for name, value in getattr(each, "__dict__", {}).items()
-                     if name not in ("state", "param_groups", "defaults")]
-        else:
-            continue
+        if each is held or callable(getattr(each, "step", None)):
+            inner = inner or [value for name, value in getattr(each, "__dict__", {}).items()
+                              if name not in ("state", "param_groups", "defaults")]
         todo += [(value, depth + 1) for value in itertools.islice(inner, 10_000)]
     return found
 
@@ -37,14 +35,10 @@ def groups(found: list) -> tuple[list[dict], dict[int, int]]:
 
 def settings(group: dict) -> dict[str, list[float]]:
     """Of a group, all that are numbers."""
-    found = {}
-    for key, value in group.items():
-        values = [each for each in (value if isinstance(value, (tuple, list)) else [value]) if each is not None]
-        if key not in NO_SETTINGS and values and all(
-                isinstance(each, (int, float)) or isinstance(each, torch.Tensor) and each.numel() == 1
-                for each in values):
-            found[key] = [float(each) for each in values]
-    return found
+    every = {key: value if isinstance(value, (tuple, list)) else [value] for key, value in group.items()}
+    some = {key: [each for each in values if each is not None] for key, values in every.items() if key not in NO_SETTINGS}
+    return {key: [float(each) for each in values] for key, values in some.items() if values and all(
+        isinstance(each, (int, float)) or isinstance(each, torch.Tensor) and each.numel() == 1 for each in values)}
 
 
 def state_dtypes(found: list) -> set[str]:

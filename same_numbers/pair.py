@@ -5,51 +5,44 @@ import dataclasses
 import torch
 
 from .frameworks import ordinary
-from .noise import ROUNDING, Noise, coarsest
+from .noise import ROUNDING, Noise, coarsest, noise
 from .recording import Recording
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something wrong: `what` is, in `which` parameters, `by` what, the likely `cause`; `size` beside the right length
-    of the largest difference, in the parameter `worst`. `line` says it."""
-
     step: int
     what: str
-    which: str
+    which: str  # parameters
     by: str
     cause: str
-    size: float
-    worst: str
-    line: str
+    size: float  # of the largest difference, beside the right length
+    worst: str  # its parameter
+    line: str  # all of it, in words
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """`one` is trusted; `names`, of trained parameters; `sizes`: kind -> number of ranks or of micro-batches."""
-
-    one: Recording
+    one: Recording  # which is trusted
     many: Recording
-    names: list[str]
+    names: list[str]  # of trained parameters
     dtype: str
-    sizes: dict[str, int]
+    sizes: dict[str, int]  # kind -> number of ranks or of micro-batches
+    is_alone: bool  # a pipeline's stages, which share nothing
 
     @classmethod
     def of(cls, one: Recording, many: Recording) -> "Pair":
         names = [name for name, info in one.info.items() if info["trained"]]
         split = [parts for parts in many.parts.values() if len(parts) > 1]
         replicas = min(len(ranks) for parts in split or many.parts.values() for ranks in parts.values())
-        sizes = {"replicas": replicas, "shards": max(map(len, split), default=1), "ranks": many.world, **many.sizes}
+        shards = max(map(len, split), default=1)
         # the least of all steps, because a pipeline's first one may have a forward more, to learn shapes
         counts = [[many.read(many.folder / f"rank{rank}_step{step}.pt")["microbatches"] for rank in range(many.world)]
                   for step in many.steps]
-        sizes["micro-batches"] = min(map(max, counts))
-        return cls(one, many, names, coarsest(*(one.info[name]["dtype"] for name in names)), sizes)
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether a pipeline's stages share nothing."""
-        return max(self.sizes["replicas"], self.sizes["shards"]) == 1
+        sizes = {"replicas": replicas, "shards": shards, "ranks": many.world, **many.sizes,
+                 "micro-batches": min(map(max, counts))}
+        dtype = coarsest(*(one.info[name]["dtype"] for name in names))
+        return cls(one, many, names, dtype, sizes, replicas == shards == 1)
 
     def ranks(self, names) -> set[int]:
         return {rank for name in names for ranks in self.many.parts[name].values() for rank in ranks}
@@ -69,36 +62,29 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """The records `a` of the trusted ranks and `b` of the others."""
-
     pair: Pair
     number: int
-    a: list[dict]
+    a: list[dict]  # the records of the trusted ranks
     b: list[dict]
     noise: Noise
 
     @classmethod
     def load(cls, pair: Pair, number: int, before: "Step | None", start: "Step | None") -> "Step":
         """Gradients are later as much noise as the weights have come apart, beside the way from the `start`."""
-        a, b = pair.one.load(number), pair.many.load(number)
-        noise = before.noise if before else Noise(pair.dtype, pair.dtype)
-        noise = dataclasses.replace(
-            noise, computed=coarsest(noise.computed, *(name for each in a + b for name in each["computed"])),
-            kept=coarsest(noise.kept, *(name for each in a + b for name in each["states"])))
-        if not start:
-            return cls(pair, number, a, b, noise)
-        step = cls(pair, number, a, b, noise)
-        old, mine, theirs = start.mine("weights"), step.mine("weights"), step.whole("weights")
-        names = [name for name in pair.names if name in theirs and name in mine]
-        way = sum((mine[name] - old[name]).norm() ** 2 for name in names) ** 0.5
-        apart = sum((mine[name] - theirs[name]).norm() ** 2 for name in names) ** 0.5
-        drift = 100 * float(apart / way) if way else 0.0
-        return dataclasses.replace(step, noise=dataclasses.replace(noise, drift=drift))
+        a, b, drift = pair.one.load(number), pair.many.load(number), 0.0
+        step = cls(pair, number, a, b, known := before.noise if before else noise(pair.dtype, pair.dtype))
+        if start:
+            old, mine, theirs = start.mine("weights"), step.mine("weights"), step.whole("weights")
+            names = [name for name in pair.names if name in theirs and name in mine]
+            way = sum((mine[name] - old[name]).norm() ** 2 for name in names) ** 0.5
+            drift = 100 * float(sum((mine[name] - theirs[name]).norm() ** 2 for name in names) ** 0.5 / (way or 1))
+        computed, kept = (coarsest(dtype, *set().union(*(each[key] for each in a + b)))
+                          for dtype, key in ((known.computed, "computed"), (known.kept, "states")))
+        return dataclasses.replace(step, noise=noise(computed, kept, drift, known.is_rounded))
 
     def mine(self, kind: str) -> dict[str, torch.Tensor]:
         """name -> the trusted sketch of "weights" or "gradients"."""
-        one = self.pair.one
-        return one.whole(one.held(self.a, kind), kind == "gradients" and one.summed)
+        return (one := self.pair.one).whole(one.held(self.a, kind), kind == "gradients" and one.summed)
 
     def theirs(self, kind: str) -> dict[str, dict]:
         """name -> part -> rank -> sketch."""
@@ -110,8 +96,7 @@ class Step:
 
     def finding(self, what: str, which, by: str, cause: str = "") -> Finding:
         """`which`: name -> size of the difference beside the right value, or none."""
-        words = self.pair.which([*which]) if which else ""
-        cause = cause or "look at what it is made of"
+        words, cause = self.pair.which([*which]) if which else "", cause or "look at what it is made of"
         sizes = which.items() if isinstance(which, dict) else ()
         size, worst = max(((size, name) for name, size in sizes if size), default=(0, ""))
         how_large = f" (largest: {size:.2g} of the right length, in {worst})" if worst else ""
@@ -128,6 +113,6 @@ def given(records: list[dict], key: str) -> list[float]:
 
 def unlike(values: list[float], wanted: float, digits: int = 5) -> tuple[list[str], str]:
     """Numbers as text, with the digits that it takes to tell the farthest of them from the one that is wanted."""
-    farthest = max(values, key=lambda each: abs(each - wanted))
-    digits = next((n for n in range(digits, 18) if f"{farthest:.{n}g}" != f"{wanted:.{n}g}"), 17)
+    far = max(values, key=lambda each: abs(each - wanted))
+    digits = next((n for n in range(digits, 17) if f"{far:.{n}g}" != f"{wanted:.{n}g}"), 17)
     return [f"{each:.{digits}g}" for each in values], f"{wanted:.{digits}g}"

@@ -20,11 +20,10 @@ class Row(NamedTuple):
 
 class Found(NamedTuple):
     module: str
-    c: float | None  # what the rows are a multiple of the right ones by, None where by nothing
-    size: float  # of the difference, relative
-    ranks: list[int]  # that are wrong, where others are right
-    wrong: int  # samples, of so many
-    samples: int
+    c: float | None = 1.0  # what the rows are a multiple of the right ones by, None where by nothing
+    size: float = 0.0  # of the difference, relative
+    ranks: tuple = ()  # that are wrong, where others are right
+    extent: str = ""  # in words: of which samples, by how much
 
 
 def rows_of(records: list[dict], known: list[str], names: dict[str, str] | None = None) -> dict[str, dict]:
@@ -58,24 +57,25 @@ def judge(module: str, mine: dict, theirs: dict, kind: str, noise: float) -> Fou
         wanted = next(iter(whole(mine[sample], kind).values()))
         for rank, vector in whole(theirs[sample], kind).items():
             if wanted.isfinite().all():
-                pairs.setdefault(rank, []).append((wanted, vector))
+                pairs.setdefault(rank, {})[sample] = wanted, vector
     if not pairs:
         return None
-    stacked = {rank: [torch.stack(each) for each in zip(*found)] for rank, found in pairs.items()}
+    stacked = {rank: [torch.stack(each) for each in zip(*found.values())] for rank, found in pairs.items()}
     if kind == "output" and len({len(each) for each in pairs.values()}) == 1 < len(pairs):
         total = sum(each for _, each in stacked.values())
         if factor(total.flatten(), next(iter(stacked.values()))[0].flatten(), noise) == 1:
-            return Found(module, 1.0, 0.0, [], 0, 0)  # each rank has a summand
+            return Found(module)  # each rank has a summand
     factors = {rank: factor(b.flatten(), a.flatten(), noise) if b.isfinite().all() else None
                for rank, (a, b) in stacked.items()}
-    right = [rank for rank, c in factors.items() if c == 1]
-    a, b = (torch.cat([each[i] for rank, each in stacked.items() if rank not in right or len(right) == len(stacked)])
-            for i in range(2))
+    ranks = [rank for rank, c in factors.items() if c != 1] or [*factors]
+    a, b = (torch.cat([stacked[rank][i] for rank in ranks]) for i in range(2))
     apart = (b - a).norm(dim=1)
-    return Found(module, next(iter(factors.values())) if len({*factors.values()}) == 1 else None,
-                 float(apart.norm() / a.norm()) if a.any() else float(apart.any()),
-                 [rank for rank in factors if rank not in right] if right else [],
-                 int((apart > noise * a.norm(dim=1)).sum()), len(a))
+    size = float(apart.norm() / a.norm()) if a.any() else float(apart.any())
+    samples = [sample for rank in ranks for sample in pairs[rank]]  # several ranks may have the same
+    wrong = {sample for sample, is_wrong in zip(samples, apart > noise * a.norm(dim=1)) if is_wrong}
+    number = f"all {len(wrong)}" if len(wrong) == len({*samples}) else f"{len(wrong)} of {len({*samples})}"
+    return Found(module, next(iter(factors.values())) if len({*factors.values()}) == 1 else None, size,
+                 tuple(ranks) if len(ranks) < len(factors) else (), f"of {number} samples, by {size:.2g} of its length")
 
 
 def where(a: list[dict], b: list[dict], noise: float, is_loss_right: bool | None,
@@ -91,23 +91,22 @@ def where(a: list[dict], b: list[dict], noise: float, is_loss_right: bool | None
              for kind in ("output", "gradient")}
     if not found["output"]:
         return ""
+    order, right = [*one], -1  # of modules in forward
     for each in found["output"]:
         if each.c != 1:
-            ranks = f" on ranks {each.ranks}, right on others{' (is it there twice?)' * is_alone}" * bool(each.ranks)
-            return f"first wrong in forward: the output of {each.module}{ranks}, {extent(each)}"
+            ranks = f" on ranks {[*each.ranks]}, right on others{' (is it there twice?)' * is_alone}" * bool(each.ranks)
+            left = order[right + 1 : order.index(each.module)]
+            some = f", of those that could be compared (not {''.join(left[:1])}: ranks have parts of it, tokens= may say which)"
+            return f"first wrong in forward{some * bool(left)}: the output of {each.module}{ranks}, {each.extent}"
+        right = order.index(each.module)
     backward = found["gradient"][::-1]
     for each in backward:
         if each.c is None or each.c != backward[0].c:
             by = "" if each.c is None else f", {each.c / backward[0].c:.4g} times what it should be"
-            place = f"the gradient is first wrong at the output of {each.module}{by}, {extent(each)}"
+            place = f"the gradient is first wrong at the output of {each.module}{by}, {each.extent}"
             if each is backward[0]:
                 place += (": look at backward behind it, at its collectives" if is_loss_right else
                           ": look at the loss, its targets and masks, and whether it sees a rank's own samples only "
                           "(negatives, means)")
             return f"forward is right everywhere, {place}"
     return "forward is right everywhere, and so are the gradients at outputs" * bool(backward)
-
-
-def extent(found: Found) -> str:
-    samples = f"all {found.samples}" if found.wrong == found.samples else f"{found.wrong} of {found.samples}"
-    return f"of {samples} samples, by {found.size:.2g} of its length"

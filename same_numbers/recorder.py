@@ -166,15 +166,16 @@ class Recorder:
         if self.next <= self.last and not self.is_over:
             self.outputs.add(name, output, self.at_output)
 
-    @harmless
-    def at_output(self, *args) -> None:
-        self.outputs.add_gradient(*args)
+    at_output = harmless(lambda self, *args: self.outputs.add_gradient(*args))
 
     @harmless
     def after(self, name: str, param) -> None:
         """After the backward of a micro-batch: the sum of the gradients so far."""
         if self.next <= self.last and not self.is_over:
             self.partial.setdefault(name, []).append(self.sketches({name: param.grad})[0][name])
+
+    def weights(self) -> dict:
+        return {name: frameworks.weight_of(param) for name, param in self.params.items()}
 
     def sketches(self, found: dict) -> tuple[dict, dict]:
         numbers = {name: frameworks.local(each, self.params[name]) for name, each in found.items()}
@@ -191,7 +192,7 @@ class Recorder:
         used, of = groups(self.optimizers)
         vectors, squares = self.sketches(gradients)
         self.write(f"step{self.next}", {
-            "gradients": pack(vectors), "squares": squares, "weights": self.weights(),
+            "gradients": pack(vectors), "squares": squares, "weights": pack(self.sketches(self.weights())[0]),
             "whole": self.save_gradients and {name: frameworks.local(each, self.params[name])
                                               for name, each in gradients.items()},
             "partial": self.partial, "samples": self.seen if batch is None else digests(batch),
@@ -206,15 +207,12 @@ class Recorder:
         self.next += 1
         self.forget()
 
-    def weights(self) -> dict:
-        return pack(self.sketches({name: frameworks.weight_of(param) for name, param in self.params.items()})[0])
-
     @harmless
     def finish(self) -> None:
         """Before the next forward: the weights, so that what the last step has changed is judged, too."""
         if not self.is_over:
             self.is_over = True
-            self.write("end", {"weights": self.weights()})
+            self.write("end", {"weights": pack(self.sketches(self.weights())[0])})
             for hook in self.hooks:
                 hook.remove()
 

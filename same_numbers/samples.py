@@ -1,6 +1,5 @@
 """What a rank reads: token ids, found where a model is given them, and digests that tell samples apart."""
 
-import contextlib
 import ctypes
 import hashlib
 import inspect
@@ -27,33 +26,30 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def token_ids(module: torch.nn.Module, args: tuple, kwargs: dict) -> torch.Tensor | None:
-    """(B, T), of the call of a model's first stage: `input_ids` or else the first argument, also in a list or a dict.
+    """(B, T), of the call of a model's first stage: `input_ids` or else the first argument, also in a list or a dict. Names
+    are those of the innermost forward that has any. Later stages get numbers of a layer there: None."""
+    def names_of(forward) -> list[str]:
+        try:
+            named = inspect.signature(forward).parameters.items()
+        except (ValueError, TypeError):  # of what is no function of Python's
+            return []
+        return [name for name, each in named if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
 
-    Names are those of the innermost forward that has any. Later stages get numbers of a layer there, and so None.
-    """
-    while not (names := argument_names(module.forward)) and (inner := next(module.children(), None)):
+    while not (names := names_of(module.forward)) and (inner := next(module.children(), None)):
         module = inner
     given = dict(zip([*names, *map(str, range(len(args)))], args))
     return first_ids(given | {name: kwargs[name] for name in [*names, *kwargs] if name in kwargs})
 
 
-def argument_names(forward) -> list[str]:
-    with contextlib.suppress(ValueError, TypeError):  # of what is no function of Python's
-        return [name for name, each in inspect.signature(forward).parameters.items()
-                if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    return []
-
-
 def first_ids(given) -> torch.Tensor | None:
     if isinstance(given, torch.Tensor):
-        is_float = given.is_floating_point() or given.is_complex() or given.dtype == torch.bool
-        return None if is_float or given.ndim < 2 else given
+        is_integer = not (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool)
+        return given if is_integer and given.ndim > 1 else None
     if hasattr(given, "values"):
         known = given["input_ids"] if "input_ids" in given else None
-        named = [each for name, each in given.items() if not NO_IDS.search(str(name))]
-        given = named if known is None else [known]
-    found = [each for each in given if next(tensors(each), None) is not None] if isinstance(given, (list, tuple)) else []
-    return first_ids(found[0]) if found else None
+        given = [known] if known is not None else [
+            each for name, each in given.items() if not NO_IDS.search(str(name))]
+    return next((first_ids(each) for each in given if next(tensors(each), None) is not None), None)
 
 
 def digest(tensor: torch.Tensor) -> str:

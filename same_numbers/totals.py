@@ -1,10 +1,67 @@
-"""Of gradients that are right: the norm, the loss, and the settings with which the optimizer applies them."""
+"""What is no tensor of a parameter: NaN, samples and, of gradients that are right, norm, settings and loss."""
 
+import collections
 import itertools
 
-from .causes import fits
+import torch
+
+from .causes import fits, unread
 from .frameworks import ordinary
 from .pair import Finding, Step, given, unlike
+
+
+def broken(step: Step, kind: str) -> list[Finding]:
+    """NaN and infinity. Raises ValueError where both recordings have them in the same places only."""
+    found, findings, keys = [collections.defaultdict(list), collections.defaultdict(list)], [], ("loss", "norm")
+    for bad, records in zip(found, (step.a, step.b)):
+        for rank, record in enumerate(records):
+            numbers = {f"the {key}": torch.tensor(record[key] or 0.0) for key in keys if kind == "gradients"}
+            for name, vector in {**record[kind], **numbers}.items():
+                if vector is not None and not vector.isfinite().all():
+                    bad[name].append(rank)
+    for mine, other, run in ((found[1], found[0], step.pair.many), (found[0], found[1], step.pair.one)):
+        if names := [name for name in mine if name not in other]:
+            ranks = sorted({rank for name in names for rank in mine[name]})
+            findings.append(step.finding(
+                f"NaN or infinity in {run.folder}, {kind}",
+                {name: float("inf") for name in names if not name.startswith("the ")},
+                f"{', '.join(names[:4])}{' ...' * (len(names) > 4)} on ranks {ranks}",
+                "a division by zero, an overflow (float16?), or memory that nobody has written?"))
+    if (both := [name for name in found[0] if name in found[1]]) and not findings:
+        raise ValueError(
+            f"step {step.number}: {len(both)} {kind}, such as {both[0]}, have NaN or infinity in both recordings, on "
+            f"ranks {found[0][both[0]]} and {found[1][both[0]]}: nothing to compare")
+    return findings
+
+
+def judge_samples(step: Step) -> list[Finding]:
+    one, ranks = step.pair.one, [{*each["samples"]} for each in step.b]
+    wanted, read = {sample for each in step.a for sample in each["samples"]}, set().union(*ranks)
+    missing, strange = wanted - read, read - wanted
+    if not_judged(step) or not missing and not strange:
+        return []
+    twins = [f"rank {j} reads rank {i}'s" for j, own in enumerate(ranks) for i in range(j) if own and own == ranks[i]]
+    seen = {number: {*sum((each["samples"] for each in one.load(number)), [])} for number in one.steps}
+    steps = [number for number in one.steps if strange and strange <= seen[number]]
+    earlier = [number for number in one.steps if number < step.number and strange & seen[number]]
+    again = strange and strange <= set().union(*(seen[number] for number in earlier))
+    return [step.finding(
+        "samples", [], f"{len(missing)} of {len(wanted)} are read by nobody, and {len(strange)} others are",
+        f"{'; '.join(twins)}: does the loader ask for its rank?" if twins and not strange else
+        f"they are those of step{'s' * (len(earlier) > 1)} {', '.join(map(str, earlier))}, read again: is an epoch's "
+        "last batch padded by its first samples (accelerate's even_batches, DistributedSampler)?"
+        if again and read & wanted else
+        f"they are those of step {steps[0]}: does a resumed run begin its data anew?" if steps else
+        "another order, another seed of the shuffle, or other data?")]
+
+
+def not_judged(step: Step) -> str:
+    """Why samples can't be compared, "" where they can."""
+    if lacking := unread(step):
+        return f"samples were not recorded in {lacking}: step(batch=...) records them"
+    sizes = [{sample.partition(":")[0] for each in records for sample in each["samples"]} for records in (step.a, step.b)]
+    return "not judged: samples, which have other lengths in the other run: parts of them, or other padding" * (
+        sizes[0] != sizes[1])
 
 
 def judge_norm(step: Step) -> list[Finding]:
@@ -19,20 +76,20 @@ def judge_norm(step: Step) -> list[Finding]:
     ratios = {round(each / one[0], 4) for each in many}
     if not cause and len(ratios) == 1 and (fit := fits(step, ratios.pop()))[1]:
         cause = f"{fit[0]}: {fit[1]}"
-    return [step.finding("gradient norm, of gradients that are right", [],
-                         f"{', '.join(numbers)} by rank instead of {wanted}", cause or (
-                             "is what several ranks hold whole counted once for each of them?" if min(many) > one[0]
-                             else "does each rank take the norm of its own gradients for that of all?"))]
+    cause = cause or ("is what several ranks hold whole counted once for each of them?" if min(many) > one[0] else
+                      "does each rank take the norm of its own gradients for that of all?")
+    by = f"{', '.join(numbers)} by rank instead of {wanted}"
+    return [step.finding("gradient norm, of gradients that are right", [], by, cause)]
 
 
 def of_squares(step: Step, one: float, many: list[float]) -> str:
     """Which parameters' squares fit a wrong norm, where they are left out or counted a number of times."""
-    pair, limit = step.pair, step.noise.gradients
+    pair = step.pair
     squares = pair.one.squares(step.a)
     before = one**2 / sum(squares.values())  # clipping
     squares = {name: each * before for name, each in squares.items()}
     names = [*dict.fromkeys(map(ordinary, squares))]
-    pairs = [(name,) for name in names] + [*itertools.combinations(names[:64], 2)] * (limit < 1e-6)
+    pairs = [(name,) for name in names] + [*itertools.combinations(names[:64], 2)] * (step.noise.gradients < 1e-6)
     kinds = {"what is of experts": [name for name in squares if "experts" in name],
              "what several ranks hold whole": [name for name, parts in pair.many.parts.items() if len(parts) == 1],
              "what is cut": [name for name, parts in pair.many.parts.items() if len(parts) > 1],
@@ -41,16 +98,16 @@ def of_squares(step: Step, one: float, many: list[float]) -> str:
     causes = {}
     for words, names in kinds.items():
         part = sum(squares[name] for name in names) / one**2
+        limit = 10 * (step.noise.gradients if " and " in words else step.noise.totals)  # there are many pairs
         for n in {0, *pair.sizes.values()} - {1} if 1e-6 < part < 1 - 1e-6 else ():
             for times in {n, 1 / n if n else 0}:
-                if max(abs((each / one) ** 2 - 1 - (times - 1) * part) for each in many) < 10 * limit:
+                if max(abs((each / one) ** 2 - 1 - (times - 1) * part) for each in many) < limit:
                     causes.setdefault("left out" if not n else f"counted {times:.4g} times", words)
     return next((f"it fits where {words} is {how}" for how, words in causes.items()), "")
 
 
 def judge_settings(step: Step) -> tuple[list[Finding], list[str]]:
-    """The optimizer's: what they change in a step may be less than a coarse dtype shows. And the parameters whose
-    settings are not known in both runs."""
+    """The optimizer's: what they change may be less than a coarse dtype shows. And for which parameters none is known."""
     wrong, unknown = {}, []
     for name in step.pair.names:
         mine, theirs = settings(step.a, name)[0], settings(step.b, name)
@@ -65,12 +122,11 @@ def judge_settings(step: Step) -> tuple[list[Finding], list[str]]:
 
 
 def of_setting(step: Step, key: str, mine: tuple, theirs: tuple) -> tuple[str, str]:
-    """By what it differs, and why."""
     what = "the learning rate was" if key == "lr" else f"its {key} was"
     changed = [b / a for a, b in zip(mine, theirs) if a and b and abs(b - a) > 1e-6 * abs(a)]
     c = changed[0] if len(changed) == 1 else 1.0
-    counts = [kind for kind, n in step.pair.sizes.items() if n > 1 and min(abs(c / n - 1), abs(c * n - 1)) < 1e-3]
     times = f", {unlike([c], 1.0, 4)[0][0]} times as large" * (c != 1)
+    counts = [kind for kind, n in step.pair.sizes.items() if n > 1 and abs(c / n - 1) < 1e-3 and key == "lr"]
     times += f" (the number of {' or of '.join(counts)})" * bool(counts)
     shown = [str([float(unlike([x], y, 6)[0][0]) for x, y in zip(*both)]) for both in ((theirs, mine), (mine, theirs))]
     return (f"{what} {', not '.join(shown)}{times}",
@@ -78,19 +134,18 @@ def of_setting(step: Step, key: str, mine: tuple, theirs: tuple) -> tuple[str, s
 
 
 def settings(records: list[dict], name: str) -> list[dict[str, list[float]]]:
-    """Of the group of a parameter on each rank whose optimizer has it. Where none has it, because it has others
-    instead, those that all of its groups agree on."""
+    """Of a parameter's group, on each rank whose optimizer has it. Where none has, those that all groups agree on."""
     if found := [each["settings"][each["groups"][name]] for each in records if name in each["groups"]]:
         return found
     first, *others = [group for each in records for group in each["settings"]] or [{}]
     return [{key: value for key, value in first.items() if all(each.get(key) == value for each in others)}]
 
 
-def judge_loss(step: Step) -> tuple[list[Finding], list[str]]:
-    """Of all, or the mean of the ranks' own, or their sum. And what could not be judged."""
+def judge_loss(step: Step) -> tuple[list[Finding], str]:
+    """Of all, or the mean of the ranks' own, or their sum. And why it was not judged."""
     one, many = (given(records, "loss") for records in (step.a, step.b))
     if not one or not many:
-        return [], []
+        return [], ""
     wanted, limit = sum(one) / len(one), step.noise.totals * max(map(abs, one))
     holders = [{rank for ranks in parts.values() for rank in ranks} for parts in step.pair.many.parts.values()]
     last = [each for rank, each in enumerate(step.b) if each["loss"] is not None and (
@@ -100,11 +155,11 @@ def judge_loss(step: Step) -> tuple[list[Finding], list[str]]:
     are_unlike = max(many) - min(many) > limit and all(many)
     right = [sum(many) / len(many)] + [weighted, sum(many)] * are_unlike
     if any(abs(each - wanted) <= limit for each in right):
-        return [], []
+        return [], ""
     if are_unlike and min(many) < wanted < max(many):
-        return [], [f"not judged: the loss of step {step.number}: the ranks' own lie on both sides of it"]
+        return [], f"not judged: the loss of step {step.number}: the ranks' own lie on both sides of it"
     mean = right[0]
     by, cause = fits(step, mean / wanted) if wanted and mean else ("wrong", "")
     (shown,), instead = unlike([mean], wanted, 6)
     return [step.finding("loss, of gradients that are right", [], f"{shown} instead of {instead}, {by}",
-                         cause or "is it what backward is called with, of all micro-batches and ranks?")], []
+                         cause or "is it what backward is called with, of all micro-batches and ranks?")], ""

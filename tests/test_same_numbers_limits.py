@@ -1,5 +1,6 @@
 """same_numbers: what a yes is about, and what is said where nothing can be compared; recordings of small loops here."""
 
+import re
 import sys
 import types
 
@@ -123,6 +124,58 @@ CASES = {  # of both, of the second recording only; exit code, words
 }
 
 
+class Box(torch.optim.Optimizer):
+    """An optimizer that holds some, and hands nothing on but parameters."""
+
+    def __init__(self, params, inner=torch.optim.AdamW, **settings):
+        first, *others = params
+        self.optimizers = {"all": [inner([first], **settings), inner(others, **settings)]}
+        super().__init__([first, *others], {})
+
+    def step(self):
+        [each.step() for each in self.optimizers["all"]]
+
+
+class Opaque:
+    """Nobody can see what is in it."""
+
+    def __init__(self, *args, **settings):
+        self.step, self.zero_grad = (lambda: inner.step()), (lambda: inner.zero_grad())
+        inner = torch.optim.AdamW(*args, **settings)
+
+
+class Coarse(torch.optim.SGD):
+    """Matrices move as in bfloat16, `apart` by noise. What else there is moves exactly."""
+
+    def __init__(self, params, lr, apart=0.0):
+        self.apart = apart
+        super().__init__(params, lr)
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            if param.ndim > 1 and param.grad is not None:
+                noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(7)).to(param)
+                param.grad.add_(noise * self.apart * param.grad.norm() / noise.norm())
+        super().step()
+
+
+CASES |= {
+    "box": (dict(dtype=B, kind=Box, lr=1e-5), dict(lr=2e-5), 1, "learning rate was [2e-05], not [1e-05], 2 times as large"),
+    "decay": (dict(dtype=B, kind=Box), dict(adam={"weight_decay": 0.03}), 1, "its weight_decay was [0.03], not [0.01], 3 times"),
+    "box and one": ({}, dict(kind=Box), 0, ""),
+    "unknown": (dict(kind=Opaque), {}, 0, "the optimizer's settings of 4 of 4 parameters, which were not recorded"),
+    "unknown rate": (dict(kind=Opaque), dict(lr=2e-3), 1, "is the learning rate 2 times as large when the optimizer steps?"),
+    "unknown decay": (dict(kind=Opaque), dict(adam={"weight_decay": 0.5}), 1, "times the weights themselves: is it another"),
+    "coarse": (dict(kind=Coarse), dict(adam={"apart": 0.05}), 0, "of right gradients they differ by up to 0.0"),
+    "shards": (dict(kind=Coarse), dict(adam={"apart": 0.5}), 1, "an optimizer that needs whole matrices (Muon)"),
+    "norm of rounded ones": (dict(norm=1.0), dict(norm=1.0, change=lambda model, step: [
+        param.grad.copy_(param.grad.float()) for param in model.parameters() if param.grad is not None]), 0, "something"),
+    "digits": (dict(norm=1.0), dict(norm=1.000003), 1, "by rank instead of"),
+    "digits of a loss": ({}, dict(loss=1.000004), 1, "1.000004 instead of 1, 1.000004 times"),
+}
+
+
 class Engine(nn.Module):
     def __init__(self, model):
         super().__init__()
@@ -149,6 +202,8 @@ def test_a_yes_is_about_something(name, monkeypatch, tmp_path, capsys):
         train(monkeypatch, tmp_path / folder, **own)
     found, shown = compare(monkeypatch, capsys, tmp_path)
     assert found == code and words in shown, (found, shown)
+    right, wrong = re.findall(r"(\S+),? (?:by rank )?instead of ([\d.]+)", shown)[0] if "digits" in name else "ab"
+    assert right != wrong.rstrip("."), shown
 
 
 def test_what_the_last_step_changed(monkeypatch, tmp_path, capsys):
