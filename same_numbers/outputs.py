@@ -39,9 +39,8 @@ class Outputs:
     def add(self, name: str, output, at_output) -> None:
         """Of a micro-batch's forward; at_output is add_gradient(). What is computed again in backward is left out."""
         whole = next((each for each in tensors(output) if each.is_floating_point()), None)
-        if whole is None or whole.ndim < 2 or whole.is_meta or whole.is_nested or (
-                not torch.is_grad_enabled()) or (
-                getattr(torch._C, "_current_graph_task_id", lambda: -1)() >= 0):  # its name may go
+        is_again = getattr(torch._C, "_current_graph_task_id", lambda: -1)() >= 0  # in backward. The name may go
+        if whole is None or whole.ndim < 2 or whole.is_meta or whole.is_nested or is_again or not torch.is_grad_enabled():
             return
         shape, index = frameworks.placed(whole)
         like, placements = types.SimpleNamespace(), getattr(whole, "placements", ())
