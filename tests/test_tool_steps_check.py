@@ -64,7 +64,7 @@ def test_check_wants_steps_within_their_budgets(repo, run):
     ({f"cluster/run/a{i}.py": "" for i in range(17)}, "a folder of cluster/: 17 modules, more than 16"),
     ({"same_numbers/a.py": "\n" * 1651, "same_numbers/trainers.py": "\n" * 800}, "same_numbers/: 1651 lines, more than"),
     ({"same_numbers/trainers.py": "\n" * 801}, "its trainers: 801 lines, more than 800"),
-    ({"exercises/mine/a.py": "\n" * 9999, "exercises/a.py": "\n" * 4921}, "exercises/: 4921 lines, more than 4920"),
+    ({"exercises/mine/a.py": "\n" * 9999, "exercises/a.py": "\n" * 4926}, "exercises/: 4926 lines, more than 4925"),
     ({"tools/site/a.js": "\n" * 331, "tools/site/a.py": "", "tools/site/a.css": "\n" * 500}, "own files: 831 lines"),
 ])
 def test_no_room_grows_unseen(repo, run, files, problem):
