@@ -128,6 +128,8 @@ class Attempt:
         """train.py of the step, with these flags, on `size` ranks; see step_modules.train."""
         return train(self.ours if ours else self.theirs, size, flags.split(), prepare, self.world(size), SECONDS / 2)
 
+    in_one_process = True  # where types are checked, see on_processes.py
+
     @contextlib.contextmanager
     def typed(self, axes: dict[str, int]):
         """One rank of a grid under types for collectives, see tools/typed_rank.py. What it refuses is wrong."""

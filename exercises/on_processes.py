@@ -37,6 +37,8 @@ class Processes(World):
 
 
 class AttemptOnProcesses(Attempt):
+    in_one_process = False
+
     def world(self, size: int) -> World:
         return Processes(size) if size == dist.get_world_size() else World(size)
 
