@@ -62,7 +62,7 @@ def test_check_wants_steps_within_their_budgets(repo, run):
     ({"cluster/A.md": "word " * 9000, "cluster/B.md": "word\n" * 10251}, "pages of cluster/: 19251 words, more than"),
     ({f"cluster/run{i}/a.py": "\n" * 251 for i in range(45)}, "cluster/: 11295 lines, more than 11050"),
     ({f"cluster/run/a{i}.py": "" for i in range(17)}, "a folder of cluster/: 17 modules, more than 16"),
-    ({"same_numbers/a.py": "\n" * 2101, "same_numbers/trainers.py": "\n" * 800}, "same_numbers/: 2101 lines, more than"),
+    ({"same_numbers/a.py": "\n" * 1951, "same_numbers/trainers.py": "\n" * 800}, "same_numbers/: 1951 lines, more than"),
     ({"same_numbers/trainers.py": "\n" * 801}, "its trainers: 801 lines, more than 800"),
     ({"exercises/mine/a.py": "\n" * 9999, "exercises/a.py": "\n" * 4701}, "exercises/: 4701 lines, more than 4700"),
     ({"tools/site/a.js": "\n" * 331, "tools/site/a.py": "", "tools/site/a.css": "\n" * 500}, "own files: 831 lines"),

@@ -19,7 +19,8 @@ BUDGETS = {2: (262, 2), 3: (294, 1), **dict.fromkeys((4, 6, 10, 11, 13, 14, 15),
            8: (102, 0), 9: (1459, 8), 12: (270, 1), 16: (300, 1), 17: (150, 1),
            18: (200, 1)}  # step -> added lines, new modules
 CAPS = (  # what, how much at most, in which files, but for those with this in their path; of .md words, else lines
-    ("step 8, whole", 1822, "step8_*/*.py", None), ("same_numbers/", 2100, "same_numbers/**/*.py", "trainers"),
+    ("step 8, whole", 1822, "step8_*/*.py", None),
+    ("same_numbers/", 1950, "same_numbers/**/*.py", "trainers"),  # a verdict of parts; optimizers, samples as they are
     ("its trainers", 800, "same_numbers/trainers*.py", None), ("exercises/", 4700, "exercises/**/*.py", "/mine/"),
     ("cluster/", 11050, "cluster/**/*.py", None), ("tools/", 9570, "tools/**/*.py", None),
     ("the site's own files", 830, "tools/site/*.*", ".py"), ("tests/", 18540, "tests/**/*.py", None),
