@@ -95,10 +95,9 @@ def explain(step: Step, before: Step | None, found: list[Difference], a: dict) -
     if any(isinstance(each, Other) or isinstance(each, Unlike) and not each.factor for each in found):
         random_numbers(step)
     absent = step.pair.many.summed or any(isinstance(each, Absent) for each in found)
-    own = [[*each][0] for each in (factors_by_rank(step, [*a], "gradients", a)[0] if not absent else {}).values()
-           if len(each) == 1]
-    by_own = len(own) == step.pair.many.world and len({*own}) > 1
-    if by_own and not any(c is None or fits(step, c)[1] for c in own):
+    by_rank = {} if absent else factors_by_rank(step, [*a], "gradients", a)[0]
+    own = [[*each][0] for each in by_rank.values() if len(each) == 1]
+    if len(own) == step.pair.many.world and len({*own}) > 1 and not any(c is None or fits(step, c)[1] for c in own):
         by = f"{', '.join(unlike(own, 1.0, 4)[0])} times as large, by rank"
         return [step.finding("gradients", dict.fromkeys(step.pair.names, max(abs(c - 1) for c in own)), by,
                              "does each rank clip by its own norm?")]
@@ -169,8 +168,8 @@ def of_parts(step: Step, names: list[str]) -> str:
         if len(sections) < 2 or len({*map(len, sections)}) > 1 or not sections[0].any() or any(
                 factor(each, sections[0], step.noise.totals) != 1 for each in sections):
             return ""
-    return ("ranks that hold other parts have the same gradients: are these averaged over the wrong group, with those of "
-            "other experts?")
+    return ("ranks that hold other parts have the same gradients: are these averaged over the wrong group, with "
+            "those of other experts?")
 
 
 def of_backward(step: Step) -> str:
@@ -211,7 +210,7 @@ def of_mixture(step: Step, before: Step | None, names: list[str], a: dict) -> st
     if not columns.isfinite().all() or len(other) < 2 * len(columns):
         return ""
     found = torch.linalg.lstsq(columns.T, other, driver="gelsd").solution
-    if (columns.T @ found - other).norm() > noise * 10 * other.norm():
+    if (columns.T @ found - other).norm() > min(10 * noise, 0.1) * other.norm():
         return ""
     shares = found[:count].tolist()
     if before and abs(found[-1]) > 0.01:
@@ -223,7 +222,7 @@ def of_mixture(step: Step, before: Step | None, names: list[str], a: dict) -> st
                 "called in between?")
     if max(shares) - min(shares) < 1e-3:
         return "are they clipped by another norm, or divided by another count (of tokens, of samples)?"
-    counts = f"the micro-batches of one process count {', '.join(f'{share:.3g}' for share in shares)} times: "
+    counts = f"the micro-batches of one process count {', '.join(unlike(shares, 1.0, 3)[0])} times: "
     for n in {*step.pair.sizes.values()} - {0, 1} if min(shares) > 0 else ():
         powers = [math.log(share / min(shares), n) for share in shares]
         if max(abs(each - round(each)) for each in powers) < 1e-3:

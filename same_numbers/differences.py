@@ -36,8 +36,8 @@ class Unlike(Difference):
 def differences(pair: Pair, a: dict, b: dict, noise: Callable, floor: Callable, *, summed: bool = False,
                 unlike: float | None = None, few_signs: bool = False,
                 rounding: float = 0.0) -> tuple[list[Difference], dict[str, float]]:
-    """All that there are of one kind of tensor, and name -> size of what differs by no more than `rounding`. `a`: name ->
-    sketch; `b`: name -> part -> rank -> sketch; `noise` and `floor` of a name; `unlike`: noise between ranks.
+    """All that there are of one kind of tensor, and name -> size of what differs by no more than `rounding`. `a`: name
+    -> sketch; `b`: name -> part -> rank -> sketch; `noise` and `floor` of a name; `unlike`: noise between ranks.
     `few_signs`: where a gradient is almost zero, its sign is noise."""
     found, rounded, whole = {}, {}, pair.many.whole(b, summed)
     for name in [name for name in b if name in a or name in whole]:

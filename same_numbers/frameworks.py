@@ -1,10 +1,6 @@
 """What part of which parameter a rank holds, as the framework says it: DTensors (FSDP2, HSDP, transformers' tp_plan),
-attributes of parameters (Megatron, DeepSpeed) or modules (this repository's steps). No framework is imported: what
-isn't loaded isn't in use.
-
-A name in the whole model is what is left without wrappers of torch. Other wrappers put words before it that nobody
-here needs to know: names are matched when recordings are compared.
-"""
+attributes of parameters (Megatron, DeepSpeed) or modules (this repository's steps). None is imported: what isn't loaded
+isn't in use. Names in the whole model are without torch's wrappers; others' words go when recordings are compared."""
 
 import pickle
 import re
@@ -52,13 +48,6 @@ def renamer(model: torch.nn.Module):
                 kept.append(word)
         return ".".join(kept)
     return renamed
-
-
-def named_parameters(model: torch.nn.Module):
-    """(name in the whole model, parameter) of each, tied ones under all of their names."""
-    renamed = renamer(model)
-    for name, param in model.named_parameters(remove_duplicate=False):
-        yield renamed(name), param
 
 
 def parallel_state():

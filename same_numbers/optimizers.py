@@ -36,7 +36,7 @@ def groups(found: list) -> tuple[list[dict], dict[int, int]]:
 def settings(group: dict) -> dict[str, list[float]]:
     """Of a group, all that are numbers."""
     every = {key: value if isinstance(value, (tuple, list)) else [value] for key, value in group.items()}
-    some = {key: [each for each in values if each is not None] for key, values in every.items() if key not in NO_SETTINGS}
+    some = {key: [each for each in every[key] if each is not None] for key in every.keys() - NO_SETTINGS}
     return {key: [float(each) for each in values] for key, values in some.items() if values and all(
         isinstance(each, (int, float)) or isinstance(each, torch.Tensor) and each.numel() == 1 for each in values)}
 

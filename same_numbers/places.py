@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from .pair import unlike
 from .recording import match
 from .sketches import factor
 
@@ -78,8 +79,7 @@ def judge(module: str, mine: dict, theirs: dict, kind: str, noise: float) -> Fou
                  tuple(ranks) if len(ranks) < len(factors) else (), f"of {number} samples, by {size:.2g} of its length")
 
 
-def where(a: list[dict], b: list[dict], noise: float, is_loss_right: bool | None,
-          is_alone: bool) -> str:
+def where(a: list[dict], b: list[dict], noise: float, is_loss_right: bool | None, is_alone: bool) -> str:
     """In words, of the records of a step; "" where no modules were recorded. `is_alone`: each part has one rank."""
     own = {name: () for record in b for name in record["outputs"]}
     names = match(own, {name: () for record in a for name in record["outputs"]})
@@ -96,13 +96,14 @@ def where(a: list[dict], b: list[dict], noise: float, is_loss_right: bool | None
         if each.c != 1:
             ranks = f" on ranks {[*each.ranks]}, right on others{' (is it there twice?)' * is_alone}" * bool(each.ranks)
             left = order[right + 1 : order.index(each.module)]
-            some = f", of those that could be compared (not {''.join(left[:1])}: ranks have parts of it, tokens= may say which)"
-            return f"first wrong in forward{some * bool(left)}: the output of {each.module}{ranks}, {each.extent}"
+            some = [f", of those that could be compared (not {name}: ranks have parts of it, tokens= may say which)"
+                    for name in left[:1]]
+            return f"first wrong in forward{''.join(some)}: the output of {each.module}{ranks}, {each.extent}"
         right = order.index(each.module)
     backward = found["gradient"][::-1]
     for each in backward:
         if each.c is None or each.c != backward[0].c:
-            by = "" if each.c is None else f", {each.c / backward[0].c:.4g} times what it should be"
+            by = "" if each.c is None else f", {unlike([each.c / backward[0].c], 1.0, 4)[0][0]} times what it should be"
             place = f"the gradient is first wrong at the output of {each.module}{by}, {each.extent}"
             if each is backward[0]:
                 place += (": look at backward behind it, at its collectives" if is_loss_right else

@@ -118,7 +118,9 @@ class Recorder:
         """Sets `params` and `places`, by names in the whole model. Returns further names of tied ones."""
         first, aliases, own, self.params, self.places = {}, {}, {}, {}, {}
         for module in self.modules:
-            for name, param in frameworks.named_parameters(module):
+            renamed = frameworks.renamer(module)
+            for name, param in module.named_parameters(remove_duplicate=False):  # tied ones under all of their names
+                name = renamed(name)
                 if "_flat_param" in name:
                     raise ValueError(f"{name} is of FSDP1, which hides the parameters in it: use fully_shard (FSDP2)")
                 name, cuts = parts(name) or (name, {})

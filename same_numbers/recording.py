@@ -10,12 +10,10 @@ FILE = re.compile(r"rank(\d+)_step(\d+)\.pt")
 
 
 class Recording:
-    """What the ranks of a run have written into `folder`. Parameters have the names that `aliases` gives them.
-
-    `info`: name -> shape, dtype and so on; `parts`: name -> part -> the ranks that hold it; `untied`: names of which a
-    rank has two parameters, where the other run has a tied one; `owners`: the ranks whose optimizer has it. Raises
-    ValueError where a file is missing or cut off.
-    """
+    """What the ranks of a run have written into `folder`. `aliases`: other names of tied parameters; `info`: name ->
+    shape, dtype and so on; `parts`: name -> part -> the ranks that hold it; `untied`: names of which a rank has two
+    parameters, where the other run has a tied one; `owners`: the ranks whose optimizer has it. Raises ValueError where
+    a file is missing or cut off."""
 
     def __init__(self, folder: pathlib.Path, aliases: dict | None = None):
         self.folder = folder = pathlib.Path(folder)
@@ -145,10 +143,8 @@ class Recording:
 
 def match(own: dict[str, tuple], known: dict[str, tuple]) -> dict[str, str]:
     """name -> the known name that it has most words in common with, from the right, then from the left, and the shape.
-
-    Whatever a wrapper is called: where all names fit without the words that only one side has, or without the first
-    word of all, they are these.
-    """
+    Whatever a wrapper is called: where all fit without the words that only one side has, or without the first, they are
+    these."""
     own_words, known_words = ({word for name in names for word in name.split(".")} for names in (own, known))
 
     def familiar(name: str) -> str:

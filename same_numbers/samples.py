@@ -26,8 +26,8 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def token_ids(module: torch.nn.Module, args: tuple, kwargs: dict) -> torch.Tensor | None:
-    """(B, T), of the call of a model's first stage: `input_ids` or else the first argument, also in a list or a dict. Names
-    are those of the innermost forward that has any. Later stages get numbers of a layer there: None."""
+    """(B, T), of the call of a model's first stage: `input_ids` or else the first argument, also in a list or a dict.
+    Names are those of the innermost forward that has any. Later stages get numbers of a layer there: None."""
     def names_of(forward) -> list[str]:
         try:
             named = inspect.signature(forward).parameters.items()
@@ -47,8 +47,7 @@ def first_ids(given) -> torch.Tensor | None:
         return given if is_integer and given.ndim > 1 else None
     if hasattr(given, "values"):
         known = given["input_ids"] if "input_ids" in given else None
-        given = [known] if known is not None else [
-            each for name, each in given.items() if not NO_IDS.search(str(name))]
+        given = [known] if known is not None else [each for name, each in given.items() if not NO_IDS.search(str(name))]
     return next((first_ids(each) for each in given if next(tensors(each), None) is not None), None)
 
 

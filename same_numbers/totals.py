@@ -12,18 +12,18 @@ from .pair import Finding, Step, given, unlike
 
 def broken(step: Step, kind: str) -> list[Finding]:
     """NaN and infinity. Raises ValueError where both recordings have them in the same places only."""
-    found, findings, keys = [collections.defaultdict(list), collections.defaultdict(list)], [], ("loss", "norm")
+    found, findings = [collections.defaultdict(list), collections.defaultdict(list)], []
+    keys = ("loss", "norm") if kind == "gradients" else ()
     for bad, records in zip(found, (step.a, step.b)):
         for rank, record in enumerate(records):
-            numbers = {f"the {key}": torch.tensor(record[key] or 0.0) for key in keys if kind == "gradients"}
+            numbers = {f"the {key}": torch.tensor(record[key] or 0.0, dtype=torch.float64) for key in keys}
             for name, vector in {**record[kind], **numbers}.items():
                 if vector is not None and not vector.isfinite().all():
                     bad[name].append(rank)
     for mine, other, run in ((found[1], found[0], step.pair.many), (found[0], found[1], step.pair.one)):
         if names := [name for name in mine if name not in other]:
             ranks = sorted({rank for name in names for rank in mine[name]})
-            findings.append(step.finding(
-                f"NaN or infinity in {run.folder}, {kind}",
+            findings.append(step.finding(f"NaN or infinity in {run.folder}, {kind}",
                 {name: float("inf") for name in names if not name.startswith("the ")},
                 f"{', '.join(names[:4])}{' ...' * (len(names) > 4)} on ranks {ranks}",
                 "a division by zero, an overflow (float16?), or memory that nobody has written?"))
@@ -59,9 +59,9 @@ def not_judged(step: Step) -> str:
     """Why samples can't be compared, "" where they can."""
     if lacking := unread(step):
         return f"samples were not recorded in {lacking}: step(batch=...) records them"
-    sizes = [{sample.partition(":")[0] for each in records for sample in each["samples"]} for records in (step.a, step.b)]
-    return "not judged: samples, which have other lengths in the other run: parts of them, or other padding" * (
-        sizes[0] != sizes[1])
+    one, many = ({each.partition(":")[0] for record in records for each in record["samples"]}
+                 for records in (step.a, step.b))
+    return "not judged: samples, which have other lengths in the other run: parts, or other padding" * (one != many)
 
 
 def judge_norm(step: Step) -> list[Finding]:
@@ -107,7 +107,7 @@ def of_squares(step: Step, one: float, many: list[float]) -> str:
 
 
 def judge_settings(step: Step) -> tuple[list[Finding], list[str]]:
-    """The optimizer's: what they change may be less than a coarse dtype shows. And for which parameters none is known."""
+    """What they change may be less than a coarse dtype shows. And the parameters of which none is known."""
     wrong, unknown = {}, []
     for name in step.pair.names:
         mine, theirs = settings(step.a, name)[0], settings(step.b, name)

@@ -17,37 +17,35 @@ CHANGED = "what step {} changed in the weights, though its gradients were right"
 
 
 class Note(NamedTuple):
-    """Of no fault: differences as "rounded" as float32's, updates that a coarse dtype has "hidden", that ranks have
-    "freed" or that are as "vague" as bfloat16's, "unknown" settings, all "gradients" or "updates" together, or a
-    sentence. `sizes`: name -> how large, relative."""
-
+    """Of no fault: a sentence, differences as "rounded" as float32's, updates that a coarse dtype has "hidden", ranks
+    "freed" or are as "vague" as bfloat16's, "unknown" settings, or all "gradients" or "updates" together."""
     kind: str
-    sizes: dict[str, float] = {}
+    sizes: dict[str, float] = {}  # name -> how large, relative
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """`found` has the findings of the first step that has any; `notes`, what a yes is about, and what it is not about;
-    `steps`, which both recordings have."""
-
-    found: list[Finding]
-    notes: list[str]
-    steps: list[int]
+    found: list[Finding]  # of the first step that has any
+    notes: list[str]  # what a yes is about, and what it is not about
+    steps: list[int]  # that both recordings have
 
 
 def compare(one: Recording | pathlib.Path | str, many: Recording | pathlib.Path | str) -> Verdict:
     """Whether `many` records what `one`, a trusted run, records. Raises ValueError where nothing can be compared."""
     one = one if isinstance(one, Recording) else Recording(one)
     many = many if isinstance(many, Recording) else Recording(many, one.aliases)
-    told, steps = one.check(many), [step for step in one.steps if step in many.steps]
-    only = [step for step in {*one.steps} ^ {*many.steps} if step > steps[0]]
-    told += [f"not judged: steps {sorted(only)}, which only one recording has"] * bool(only)
+    told, steps = one.check(many), sorted({*one.steps} & {*many.steps})
+    only = sorted(step for step in {*one.steps} ^ {*many.steps} if step > steps[0])
+    told += [f"not judged: steps {only}, which only one recording has"] * bool(only)
     pair, start, before, seen = Pair.of(one, many), None, None, []
     for number in steps:
         step = Step.load(pair, number, before, start)
         start = start or step
         if one.absent:
-            return Verdict([of_absent(step)], told, steps)
+            which = f"no rank has {', '.join(dict.fromkeys(map(ordinary, one.absent)))}"[:300]
+            why = "has no stage their layer, or was Recorder not given all models?"
+            why = f"{len(one.absent)} of them, such as {one.absent[0]}: {why}"
+            return Verdict([step.finding("parameters", [], which, why)], told, steps)
         seen += broken(step, "weights") + judge_samples(step)
         seen += judge_weights(step, start, before, is_wrong=bool(found_in(seen)))
         step = with_rounding(step, seen)
@@ -69,11 +67,8 @@ def found_in(seen: list[Finding | Note]) -> list[Finding]:
 
 def noted(seen: list[Finding | Note], kind: str) -> dict[str, float]:
     """name -> the largest size."""
-    found = {}
-    for each in seen:
-        if isinstance(each, Note) and each.kind == kind:
-            found |= {name: max(size, found.get(name, 0.0)) for name, size in each.sizes.items()}
-    return found
+    pairs = [pair for each in seen if isinstance(each, Note) and each.kind == kind for pair in each.sizes.items()]
+    return dict(sorted(pairs, key=lambda pair: pair[1]))
 
 
 def with_rounding(step: Step, seen: list[Finding | Note]) -> Step:
@@ -81,21 +76,14 @@ def with_rounding(step: Step, seen: list[Finding | Note]) -> Step:
     return dataclasses.replace(step, noise=noise(known.computed, known.kept, known.drift - known.first, is_rounded))
 
 
-def of_absent(step: Step) -> Finding:
-    absent = step.pair.one.absent
-    return step.finding("parameters", [], f"no rank has {', '.join(dict.fromkeys(map(ordinary, absent)))}"[:300],
-                        f"{len(absent)} of them, such as {absent[0]}: has no stage their layer, or was Recorder not "
-                        "given all models?")
-
-
 def judge_weights(step: Step, start: Step, before: Step | None, is_wrong: bool) -> list[Finding | Note]:
     """At the start; later those that no gradient changes, and what the step `before` has changed in the others."""
     b, pair = step.theirs("weights"), step.pair
     a = {name: vector for name, vector in step.mine("weights").items() if any(b[name].values())}  # FSDP has freed some
     frozen = [name for name in b if name not in pair.names]
-    found, rounded = differences(
-        pair, a, {name: b[name] for name in frozen} if before else b,
-        lambda name: NOISE[coarsest(pair.one.info[name]["dtype"])][2], lambda name: 0.0, rounding=step.noise.rounding)
+    limits_of = {name: NOISE[coarsest(pair.one.info[name]["dtype"])][2] for name in b}
+    found, rounded = differences(pair, a, {name: b[name] for name in frozen} if before else b, limits_of.get,
+                                 lambda name: 0.0, rounding=step.noise.rounding)
     seen = [Note("rounded", rounded)]
     for each in found:
         by, cause = of_difference(step, "weights", each, a)
@@ -115,9 +103,8 @@ def judge_updates(step: Step, before: Step, start: Step) -> list[Finding | Note]
          and gradients[name].norm() > rounding and any(newer[name].values()) and any(older[name].values())}
     b = {name: {part: {rank: vector - older[name][part][rank] for rank, vector in ranks.items()
                        if rank in older[name][part]} for part, ranks in newer[name].items()} for name in a}
-    floors = {name: old[name].norm() * max(
-        RESOLUTION[coarsest(pair.one.info[name]["dtype"])], RESOLUTION[known.kept],
-        RESOLUTION["float32"] * known.is_rounded) for name in a}
+    fine = max(RESOLUTION[known.kept], RESOLUTION["float32"] * known.is_rounded)
+    floors = {name: old[name].norm() * max(fine, RESOLUTION[coarsest(pair.one.info[name]["dtype"])]) for name in a}
     hidden = {name: float(vector.norm() / (old[name].norm() or 1)) for name, vector in a.items()
               if vector.norm() <= 2 * floors[name]}
     is_fine = coarsest(known.computed, known.kept) == "float64" and not known.is_rounded
@@ -125,7 +112,7 @@ def judge_updates(step: Step, before: Step, start: Step) -> list[Finding | Note]
                                  rounding=known.rounding)
     whole = pair.many.whole(b)
     of_weights = of_decay(found, a, whole, old)
-    coarse = [each for each in found if isinstance(each, Other) and not of_weights and is_vague(before, each.sizes, len(a))]
+    coarse = [each for each in found if type(each) is Other and not of_weights and is_vague(before, each.sizes, len(a))]
     vague, found = coarse[0].sizes if coarse else {}, [each for each in found if each not in coarse]
     alike = {name: vector for name, vector in a.items() if name not in hidden and name not in vague}
     c, apart = common(alike, whole)
@@ -138,12 +125,12 @@ def judge_updates(step: Step, before: Step, start: Step) -> list[Finding | Note]
 
 
 def is_vague(before: Step, sizes: dict[str, float], count: int) -> bool:
-    """Whether updates of some matrices are as much apart as those of an optimizer that computes in bfloat16, as Muon
-    does, while others are right. One that looks at each number alone (it has betas) has no such noise."""
+    """Whether updates are as much apart as those of an optimizer that computes in bfloat16, as Muon does: of matrices,
+    while others are right or its settings are known: without betas, which is to look at each number alone."""
     shapes = [before.pair.one.info[name]["shape"] for name in sizes]
-    return max(sizes.values()) <= IN_BFLOAT16 and all(len(shape) > 1 for shape in shapes) and len(sizes) < count and (
-        not any("betas" in each for records in (before.a, before.b) for name in sizes
-                for each in settings(records, name)))
+    known = [each for records in (before.a, before.b) for name in sizes for each in settings(records, name)]
+    return max(sizes.values()) <= IN_BFLOAT16 and all(len(shape) > 1 for shape in shapes) and (
+        len(sizes) < count or all(known)) and not any("betas" in each for each in known)
 
 
 def last_update(before: Step, start: Step) -> list[Finding | Note]:
@@ -218,25 +205,25 @@ def limits(step: Step, seen: list[Finding | Note]) -> list[str]:
     together = [max(noted(seen, kind).values(), default=0.0) for kind in ("gradients", "updates")]
     idle = [name for name in pair.names if name not in last or not last[name].any()]
     fine = max((RESOLUTION[coarsest(pair.one.info[name]["dtype"])] for name in hidden), default=0.0)
-    worst = max(rounded, key=rounded.get, default="")
+    worst = next(reversed(rounded), "")
     without = [what for what in ("loss", "norm") if any(
         all(each[what] is None for each in records) for records in (step.a, step.b))]
     return [line for is_said, line in (
-        (True, f"judged: gradients to {known.first:.0e} of their length in the first step ({known.gradients:.0e} in the "
-               f"last), updates to {known.updates:.0e}; the largest differences of all together are {together[0]:.1g} "
-               f"and {together[1]:.1g}"),
-        (known.computed != pair.dtype, f"mixed precision was seen: weights in {pair.dtype}, judged by "
-                                       f"{known.computed}'s noise"),
-        (rounded, f"{len(rounded)} parameters differ by up to {rounded.get(worst, 0):.1g} of their length, as rounding in "
-                  f"float32 does, such as {worst}: something computes in float32"),
+        (1, f"judged: gradients to {known.first:.0e} of their length in the first step ({known.gradients:.0e} in the "
+         f"last), updates to {known.updates:.0e}; the largest differences of all together are {together[0]:.1g} and "
+         f"{together[1]:.1g}"),
+        (known.computed != pair.dtype,
+         f"mixed precision was seen: weights in {pair.dtype}, judged by {known.computed}'s noise"),
+        (rounded, f"{len(rounded)} parameters differ by up to {rounded.get(worst, 0):.1g} of their length, as rounding "
+         f"in float32 does, such as {worst}: something computes in float32"),
         (hidden, f"not judged: updates of {len(hidden)} of {len(pair.names)} parameters: {pair.dtype} hides less than "
-                 f"{2 * fine:.1g} of a weight, they changed by {max(hidden.values(), default=0):.1g} at most"),
-        (vague, f"not judged: updates of {len(vague)} matrices below {IN_BFLOAT16:.1g} of their length: of right gradients "
-                f"they differ by up to {max(vague.values(), default=0):.2g}, as those of an optimizer that computes in "
-                "bfloat16 (Muon) do"),
+         f"{2 * fine:.1g} of a weight, they changed by {max(hidden.values(), default=0):.1g} at most"),
+        (vague, f"not judged: updates of {len(vague)} matrices below {IN_BFLOAT16:.1g} of their length: of right "
+         f"gradients they differ by up to {max(vague.values(), default=0):.2g}, as where an optimizer computes in "
+         "bfloat16 (Muon)"),
         (freed, f"not judged: updates of {len(freed)} parameters, which ranks had freed"),
         (idle, f"not judged: {len(idle)} parameters without a gradient in both, such as {' '.join(idle[:1])}"),
-        (unknown, f"not judged: the optimizer's settings of {len(unknown)} of {len(pair.names)} parameters, which were not "
-                  "recorded in both: give Recorder the optimizers that have param_groups, in a list"),
-        *((True, f"not judged: the {what}, which was not recorded in both") for what in without),
+        (unknown, f"not judged: the optimizer's settings of {len(unknown)} of {len(pair.names)} parameters, which were "
+         "not recorded in both: give Recorder the optimizers that have param_groups, in a list"),
+        *((1, f"not judged: the {what}, which was not recorded in both") for what in without),
         (not_judged(step), not_judged(step))) if is_said]
