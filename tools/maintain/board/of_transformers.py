@@ -72,12 +72,21 @@ def config_of(model: str, **more):
 
 
 def prepare():
+    import accelerate  # noqa: F401  here, once
     import transformers
+    from transformers.distributed import checkpoint, tensor_parallel  # noqa: F401
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     transformers.AutoModelForCausalLM.from_config(config_of("llama"))
+
+
+def before(row):
+    """Imports the model's module, once for all ranks."""
+    import transformers
+
+    transformers.AutoModelForCausalLM._model_mapping[transformers.CONFIG_MAPPING[row.model.split()[0]]]
 
 
 def toy(row, **more):
@@ -111,5 +120,37 @@ def tp_plan(row, folder):
     loop(row, loaded(row, folder, tp_plan="auto"), folder, loss_of)
 
 
+def distributed(row, folder):
+    """By DistributedConfig. Ranks of a tp group share samples; loss and gradients are means over the others."""
+    from transformers.distributed import DistributedConfig
+
+    sizes = row.options["sizes"]
+    model = loaded(row, folder, distributed_config=DistributedConfig(**sizes))
+    loop(row, model, folder, loss_of, data_rank=rank() // sizes.get("tp_size", 1))
+
+
+def clipped(row, folder):
+    import torch
+
+    loop(row, loaded(row, folder, tp_plan="auto"), folder, loss_of,
+         clip=lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False))
+
+
+def of_sizes(model, words, m=1, **sizes):
+    data = sizes.get("fsdp_size", 1) * sizes.get("dp_replicate_size", 1)
+    ranks = data * sizes.get("tp_size", 1) * sizes.get("pp_size", 1)
+    return Row("transformers", model, words, distributed, micro_batches=m, ranks=ranks, data=data, options=dict(sizes=sizes))
+
+
+DENSE, SPARSE = "llama qwen3 gemma3_text glm4 phi3 cohere2".split(), "mixtral qwen3_moe deepseek_v3 gpt_oss glm4_moe".split()
 ROWS = [Row("transformers", model, "tp_plan 2", tp_plan, micro_batches=m)
         for model in FAMILIES + [name for name in BY_FAMILY if " " in name] for m in (1, 2)]
+ROWS += [Row("transformers", model, "tp_plan 2, clipped", clipped) for model in DENSE[:3] + SPARSE[:2]]
+ROWS += [of_sizes(model, "fsdp 2", m, fsdp_size=2) for model in DENSE + SPARSE for m in (1, 2)]
+ROWS += [of_sizes(model, "fsdp 2 x tp 2", m, fsdp_size=2, tp_size=2) for model in DENSE + SPARSE[:3] for m in (1, 2)]
+ROWS += [of_sizes(model, "hsdp 2 x 2", fsdp_size=2, dp_replicate_size=2) for model in ("llama", "gemma3_text", "mixtral")]
+ROWS += [of_sizes(model, words, m, **sizes) for model in SPARSE for m in (1, 2) for words, sizes in (
+    ("ep 2 of tp 2", dict(tp_size=2, ep_size=2)), ("ep 2 of fsdp 2", dict(fsdp_size=2, ep_size=2)),
+    ("ep 2 of fsdp 2 x tp 2", dict(fsdp_size=2, tp_size=2, ep_size=2)),
+    ("ep 4 of fsdp 2 x tp 2", dict(fsdp_size=2, tp_size=2, ep_size=4)))]
+ROWS += [of_sizes("llama", "pp 2", pp_size=2), of_sizes("qwen3", "fsdp 2 x pp 2", fsdp_size=2, pp_size=2)]
