@@ -8,6 +8,7 @@ page; `--row` repeats one row alone, prints what it says and compares it with th
 """
 
 import argparse
+import fcntl
 import importlib
 import json
 import os
@@ -31,7 +32,13 @@ def known_rows() -> list[dict]:
 
 
 def keep(new: dict) -> None:
-    """In the file, in place of the same row's older line. `what` is "row" or "environment"."""
+    """In the file, in place of the same row's or the same environment's older line."""
+    with open(__file__, "rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several libraries may be at work
+        replace(new)
+
+
+def replace(new: dict) -> None:
     rows = [each for each in known_rows() if (each["library"], each.get("row")) != (new["library"], new.get("row"))]
     rows.append(new)
     part = RESULTS.with_suffix(".part")
@@ -42,7 +49,8 @@ def keep(new: dict) -> None:
 
 def environment(library: str, envs: pathlib.Path) -> pathlib.Path:
     """The library's own Python, made with what its recipes need."""
-    folder, recipes = envs / library, importlib.import_module(f"of_{library}")
+    recipes = importlib.import_module(f"of_{library}")
+    folder = envs / getattr(recipes, "ENVIRONMENT", library)
     python = folder / "bin" / "python"
     if (folder / "made").exists():
         return python
