@@ -2,7 +2,7 @@
 
 from rows import LENGTH, STEPS, VOCABULARY, Row, Watch, join, loop, micro_batches, rank, shake, tokens, world
 
-NEEDS, SHOWN, ENVIRONMENT = ("torch==2.13.0", "numpy==2.4.6"), (), "transformers"  # which has it
+NEEDS, SHOWN = ("torch==2.13.0", "numpy==2.4.6"), ()
 
 
 def model_of(row):
