@@ -3,7 +3,7 @@
 from rows import STEPS, VOCABULARY, Row, Watch, micro_batches, rank, world
 
 NEEDS, SHOWN = ("torch==2.13.0", "megatron-core==0.16.1", "numpy==2.4.6"), ("megatron-core",)
-PATCH = "torch.cuda.current_device and the random state of GPUs, which a CPU has not"
+PATCH = "what asks for a GPU: torch.cuda.current_device, zeros on it, its random state"
 
 
 def prepare():
@@ -13,9 +13,18 @@ def prepare():
     from megatron.core import tensor_parallel
     from megatron.core.models.gpt import GPTModel  # noqa: F401
 
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
     tensor_parallel.get_cuda_rng_tracker().fork = contextlib.nullcontext
     tensor_parallel.random.CudaRNGStatesTracker.fork = lambda *args, **kwargs: contextlib.nullcontext()
-    torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.current_device, torch.cuda.synchronize = lambda: "cpu", lambda *args: None
+    zeros = torch.zeros
+
+    def zeros_here(*args, **kwargs):
+        return zeros(*args, **{key: value for key, value in kwargs.items() if (key, value) != ("device", "cuda")})
+    torch.zeros = zeros_here
 
 
 def config_of(row):
@@ -75,7 +84,8 @@ def gpt(row, folder):
 
     def gradient(param):
         return param.main_grad if hasattr(param, "main_grad") else param.grad
-    watch = Watch(model, optimizer, folder, full=lambda param, grad: full_of(param, gradient(param)))
+    watch = Watch(model, optimizer, folder, full=lambda param, grad: full_of(param, gradient(param)),
+                  whole_name=lambda name: whole_name(name, model, config))
     run, data = get_forward_backward_func(), parallel_state.get_data_parallel_rank()
     config.finalize_model_grads_func = finalize_model_grads
     mask, positions = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1), torch.arange(12)[None]
@@ -93,7 +103,23 @@ def gpt(row, folder):
             param.grad = gradient(param)
         watch.step(loss=sum(each["loss"] for each in found) / len(found) if found else None)
         optimizer.step()
+        optimizer.zero_grad()  # param.grad was its main_grad
     watch.close()
+
+
+def whole_name(name, model, config):
+    """The name in the whole model: layers and experts of a rank count from 0."""
+    from megatron.core import parallel_state
+
+    words = name.split(".")
+    if "layers" in words:
+        i = words.index("layers")
+        words[i + 1] = str(model.decoder.layers[int(words[i + 1])].layer_number - 1)
+    if "local_experts" in words:
+        i = words.index("local_experts")
+        words[i + 1] = str(int(words[i + 1]) + parallel_state.get_expert_model_parallel_rank() * (
+            config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()))
+    return ".".join(words)
 
 
 def seed_by_name(model, config):
@@ -104,18 +130,9 @@ def seed_by_name(model, config):
     from megatron.core import parallel_state
 
     for name, param in model.named_parameters():
-        words = name.split(".")
-        if "layers" in words:
-            i = words.index("layers")
-            words[i + 1] = str(model.decoder.layers[int(words[i + 1])].layer_number - 1)
-        group = parallel_state
-        if "local_experts" in words:
-            i = words.index("local_experts")
-            words[i + 1] = str(int(words[i + 1]) + group.get_expert_model_parallel_rank() * (
-                config.num_moe_experts // group.get_expert_model_parallel_world_size()))
-        name, shape = ".".join(words), list(param.shape)
+        group, name, shape = parallel_state, whole_name(name, model, config), list(param.shape)
         cut = getattr(param, "tensor_model_parallel", False)
-        expert = "local_experts" in words
+        expert = "local_experts" in name
         size = group.get_expert_tensor_parallel_world_size() if expert else group.get_tensor_model_parallel_world_size()
         place = group.get_expert_tensor_parallel_rank() if expert else group.get_tensor_model_parallel_rank()
         if cut:
@@ -128,7 +145,7 @@ def seed_by_name(model, config):
 
 MODELS = {"GPT": {}, "GPT qk_layernorm": dict(qk_layernorm=True), "GPT grouped queries": dict(num_query_groups=2),
           "GPT gated": dict(gated_linear_unit=True),
-          "GPT experts": dict(num_moe_experts=4, moe_router_topk=2, moe_token_dispatcher_type="alltoall",
+          "GPT experts": dict(num_moe_experts=4, moe_router_topk=2, moe_token_dispatcher_type="allgather",
                               moe_router_load_balancing_type="none"),
           "GPT latent attention": dict(latent=True, q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=8,
                                        v_head_dim=8, rope_type="rope", normalization="LayerNorm")}

@@ -78,23 +78,22 @@ def shake(model):
 class Watch:
     """Records steps for same_numbers and, without it, whole gradients and weights for a comparison in plain torch."""
 
-    def __init__(self, model, optimizer, folder: pathlib.Path, full: Callable | None = None, **options):
+    def __init__(self, model, optimizer, folder: pathlib.Path, full: Callable | None = None,
+                 whole_name: Callable[[str], str] = str, **options):
         import same_numbers
 
         self.model, self.folder, self.full, self.count = model, folder, full or whole, 0
         self.recorder = same_numbers.Recorder(model, optimizer, folder, **options)
-        self.options = options
+        self.whole_name = whole_name
 
     def step(self, **numbers):
         self.keep({name: self.full(param, param.grad) for name, param in self.named()})
         self.recorder.step(**numbers)
 
     def named(self):
-        models = self.model if isinstance(self.model, (list, tuple)) else [self.model]
-        rename = self.options.get("parts") or (lambda name: None)
-        for model in models:
+        for model in self.model if isinstance(self.model, (list, tuple)) else [self.model]:
             for name, param in model.named_parameters():
-                yield (rename(name) or (name,))[0], param
+                yield self.whole_name(name), param
 
     def keep(self, found: dict):
         import torch

@@ -146,14 +146,16 @@ def plain(one: pathlib.Path, many: pathlib.Path) -> dict:
         return {"compared": 0, "wrong": {}, "worst": None}
     total = sum(float(each.double().norm()) ** 2 for each in a.values()) ** 0.5
     off, names = {}, {name for each in b for name in each}
+    is_fine = all(each.dtype == torch.float64 for each in a.values())
+    floor = (1e-9 if is_fine else 1e-4) * total  # of gradients that are zero but for rounding
     for name, right in a.items():
         known = name if name in names else next((each for each in names if each.endswith(f".{name}")
                                                  or name.endswith(f".{each}")), None)
         for each in b:
             if known in each and each[known].shape == right.shape:
-                length = max(float(right.double().norm()), 1e-9 * total)
+                length = max(float(right.double().norm()), floor)
                 off[name] = max(off.get(name, 0.0), float((each[known].double() - right.double()).norm()) / length)
-    coarse = 1e-5 if all(each.dtype == torch.float64 for each in a.values()) else 3e-3
+    coarse = 1e-5 if is_fine else 3e-3
     wrong = {name: float(f"{each:.2g}") for name, each in off.items() if not each <= coarse}
     return {"compared": len(off), "wrong": wrong, "worst": max(off.values(), default=None)}
 
