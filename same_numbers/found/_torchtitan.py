@@ -1,7 +1,8 @@
 """torchtitan on a CPU: what its Trainer needs in place of a GPU. Shared by the scripts beside this module.
 
-Replaced: the device's module; FlexAttention by dense attention with the same mask; a sum scaled before it is sent (NCCL
-alone has it) by a sum; uneven all-to-all of lists by all_to_all_single; the tokenizer and data set by token ids drawn here.
+Replaced: the device's module; FlexAttention by dense attention with the same mask; experts' grouped products, which are in
+bfloat16, by a loop in the model's dtype; a sum that is scaled before it is sent (NCCL alone has it) by a sum; the tokenizer
+and the data set by token ids drawn here.
 """
 import collections
 import os
@@ -48,6 +49,13 @@ def dense_attention(q, k, v, *, score_mod, block_mask, scale, enable_gqa, return
     return scores.softmax(-1) @ v, types.SimpleNamespace(lse=scores.logsumexp(-1))
 
 
+def expert_products(self, *, A, B_t, offs):
+    """Of each expert's rows, which end at `offs`; there may be padding behind the last one."""
+    ends = [0, *offs.tolist()]
+    parts = [A[ends[i]:ends[i + 1]] @ B_t[i] for i in range(len(B_t))]
+    return torch.cat([*parts, A.new_zeros(len(A) - ends[-1], B_t.shape[-1])])
+
+
 def prepare():
     """Call it once in each process, before a Trainer is made. Raises ImportError where torchtitan is not installed."""
     from torchtitan.tools import utils
@@ -60,6 +68,16 @@ def prepare():
     torchtitan.config.TORCH_DTYPE_MAP["float64"] = torch.float64
     attention.FlexAttention.compiled_flex_attn = staticmethod(dense_attention)
     attention._compiled_create_block_mask = attention.create_block_mask
+    from torchtitan.models.common import moe
+    forward, rounded = moe.GroupedExperts.forward, torch.Tensor.bfloat16
+
+    def unrounded(*args, **kwargs):
+        torch.Tensor.bfloat16 = lambda tensor: tensor
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            torch.Tensor.bfloat16 = rounded
+    moe.GroupedExperts.forward, moe.GroupedExperts._grouped_mm = unrounded, expert_products
     torchtitan.distributed.utils.set_pg_timeouts = lambda *a, **k: None
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
     factors = collectives._get_gradient_divide_factors
@@ -82,7 +100,7 @@ def gradients(trainer):
             for part in trainer.model_parts for name, p in part.named_parameters() if p.grad is not None}
 
 
-def make(spec, folder, *, batch=4, micro_batches=1, loss=None, dtype="float64", length=16, **parallelism):
+def make(spec, folder, *, batch=4, samples=-1, loss=None, dtype="float64", length=16, **parallelism):
     """A Trainer of torchtitan's, of `spec`, over as many ranks as RANK and WORLD_SIZE say."""
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.optimizer import default_adamw
@@ -94,7 +112,7 @@ def make(spec, folder, *, batch=4, micro_batches=1, loss=None, dtype="float64", 
         optimizer=default_adamw(lr=1e-3), activation_checkpoint=None, checkpoint=Nothing(create_seed_checkpoint=False),
         tokenizer=Nothing(), dataloader=Nothing(), validator=Nothing(),
         parallelism=ParallelismConfig(**parallelism), training=TrainingConfig(
-            local_batch_size=batch, global_batch_size=-1, seq_len=length, steps=3, dtype=dtype, max_norm=1e9,
+            local_batch_size=batch, global_batch_size=samples, seq_len=length, steps=3, dtype=dtype, max_norm=1e9,
             mixed_precision_param=dtype, mixed_precision_reduce=dtype, disable_cuda_graphs=True))
     return Trainer(config)
 
