@@ -56,6 +56,19 @@ def expert_products(self, *, A, B_t, offs):
     return torch.cat([*parts, A.new_zeros(len(A) - ends[-1], B_t.shape[-1])])
 
 
+def unrounded(forward):
+    """The same function, in which bfloat16() changes nothing."""
+    rounded = torch.Tensor.bfloat16
+
+    def called(*args, **kwargs):
+        torch.Tensor.bfloat16 = lambda tensor: tensor
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            torch.Tensor.bfloat16 = rounded
+    return called
+
+
 def prepare():
     """Call it once in each process, before a Trainer is made. Raises ImportError where torchtitan is not installed."""
     from torchtitan.tools import utils
@@ -68,16 +81,11 @@ def prepare():
     torchtitan.config.TORCH_DTYPE_MAP["float64"] = torch.float64
     attention.FlexAttention.compiled_flex_attn = staticmethod(dense_attention)
     attention._compiled_create_block_mask = attention.create_block_mask
-    from torchtitan.models.common import moe
-    forward, rounded = moe.GroupedExperts.forward, torch.Tensor.bfloat16
-
-    def unrounded(*args, **kwargs):
-        torch.Tensor.bfloat16 = lambda tensor: tensor
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            torch.Tensor.bfloat16 = rounded
-    moe.GroupedExperts.forward, moe.GroupedExperts._grouped_mm = unrounded, expert_products
+    from torchtitan.models.common.moe import GroupedExperts
+    from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+    GroupedExperts._grouped_mm = expert_products
+    for kind in (GroupedExperts, GptOssGroupedExperts):
+        kind.forward = unrounded(kind.forward)
     torchtitan.distributed.utils.set_pg_timeouts = lambda *a, **k: None
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
     factors = collectives._get_gradient_divide_factors

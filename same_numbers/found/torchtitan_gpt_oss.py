@@ -21,7 +21,7 @@ except ImportError as error:
 def go(rank, ranks, folder):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(29600 + os.getppid() % 300 + ranks))
-    spec = model_registry("debugmodel")
+    spec = model_registry("debugmodel", attn_backend="flex")
     spec.model.layers = spec.model.layers[:2]
     trainer = _torchtitan.make(spec, folder, tensor_parallel_degree=ranks, enable_sequence_parallel=False)
     _torchtitan.weights_by_name(trainer)

@@ -66,7 +66,7 @@ def train(row, folder):
     watch.close()
 
 
-MODELS = {"Llama 3": ("llama3", {}), "Qwen 3": ("qwen3", {}), "DeepSeek-V3": ("deepseek_v3", {}), "gpt_oss": ("gpt_oss", {}),
+MODELS = {"Llama 3": ("llama3", {}), "Qwen 3": ("qwen3", {}), "DeepSeek-V3": ("deepseek_v3", {}), "gpt_oss": ("gpt_oss", dict(attn_backend="flex")),
           "DeepSeek-V3 MTP": ("deepseek_v3", dict(num_mtp_layers=1)), "DeepSeek-V3 MTP 2": ("deepseek_v3", dict(num_mtp_layers=2)),
           "Qwen 3 experts": ("qwen3", {})}
 AXES = {  # words: ranks, by how many samples are divided, the Trainer's settings

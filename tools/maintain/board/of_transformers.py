@@ -143,14 +143,14 @@ def of_sizes(model, words, m=1, **sizes):
 
 
 DENSE, SPARSE = "llama qwen3 gemma3_text glm4 phi3 cohere2".split(), "mixtral qwen3_moe deepseek_v3 gpt_oss glm4_moe".split()
-ROWS = [Row("transformers", model, "tp_plan 2", tp_plan, micro_batches=m)
-        for model in FAMILIES + [name for name in BY_FAMILY if " " in name] for m in (1, 2)]
-ROWS += [Row("transformers", model, "tp_plan 2, clipped", clipped) for model in DENSE[:3] + SPARSE[:2]]
-ROWS += [of_sizes(model, "fsdp 2", m, fsdp_size=2) for model in DENSE + SPARSE for m in (1, 2)]
-ROWS += [of_sizes(model, "fsdp 2 x tp 2", m, fsdp_size=2, tp_size=2) for model in DENSE + SPARSE[:3] for m in (1, 2)]
-ROWS += [of_sizes(model, "hsdp 2 x 2", fsdp_size=2, dp_replicate_size=2) for model in ("llama", "gemma3_text", "mixtral")]
-ROWS += [of_sizes(model, words, m, **sizes) for model in SPARSE for m in (1, 2) for words, sizes in (
-    ("ep 2 of tp 2", dict(tp_size=2, ep_size=2)), ("ep 2 of fsdp 2", dict(fsdp_size=2, ep_size=2)),
-    ("ep 2 of fsdp 2 x tp 2", dict(fsdp_size=2, tp_size=2, ep_size=2)),
-    ("ep 4 of fsdp 2 x tp 2", dict(fsdp_size=2, tp_size=2, ep_size=4)))]
+ROWS = [of_sizes(model, words, m, **sizes) for words, sizes in (
+    ("ep 4 of fsdp 2 x tp 2", dict(fsdp_size=2, tp_size=2, ep_size=4)), ("ep 2 of tp 2", dict(tp_size=2, ep_size=2)),
+    ("ep 2 of fsdp 2", dict(fsdp_size=2, ep_size=2)), ("ep 2 of fsdp 2 x tp 2", dict(fsdp_size=2, tp_size=2, ep_size=2)))
+    for m in (1, 2) for model in SPARSE]
 ROWS += [of_sizes("llama", "pp 2", pp_size=2), of_sizes("qwen3", "fsdp 2 x pp 2", fsdp_size=2, pp_size=2)]
+ROWS += [Row("transformers", model, "tp_plan 2, clipped", clipped) for model in DENSE[:3] + SPARSE[:2]]
+ROWS += [of_sizes(model, "hsdp 2 x 2", fsdp_size=2, dp_replicate_size=2) for model in ("llama", "gemma3_text", "mixtral")]
+ROWS += [of_sizes(model, "fsdp 2 x tp 2", m, fsdp_size=2, tp_size=2) for m in (1, 2) for model in DENSE + SPARSE[:3]]
+ROWS += [of_sizes(model, "fsdp 2", m, fsdp_size=2) for m in (1, 2) for model in DENSE + SPARSE]
+ROWS += [Row("transformers", model, "tp_plan 2", tp_plan, micro_batches=m)
+         for model in FAMILIES + [name for name in BY_FAMILY if " " in name] for m in (1, 2)]

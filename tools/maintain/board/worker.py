@@ -127,6 +127,8 @@ def compared(one: pathlib.Path, many: pathlib.Path) -> dict:
     for path in sorted(one.glob("rank0_step*.pt")):
         step = path.name.partition("_")[2]
         a, *b = [torch.load(each, weights_only=True) for each in [path, *many.glob(f"rank*_{step}")]]
+        if any("gradients" not in each for each in (a, *b)):  # what the Recorder could not record
+            break
         held = {name for each in b for name, size in each["gradients"]["sizes"].items() if size is not None}
         samples = {sample for each in b for sample in each["samples"]}
         found["steps"] += 1
