@@ -37,5 +37,5 @@ if __name__ == "__main__":
     (loss, one), (other, many) = (torch.load(f"{folder}/{ranks}_0") for ranks in (1, 2))
     off = {name: float((many[name] - each).norm() / each.norm()) for name, each in one.items()}
     wrong = {name: each for name, each in off.items() if each > 1e-5}
-    print(f"loss {loss:.15g} and {other:.15g}; {len(wrong)} of {len(one)} gradients are off, by up to {max(off.values()):.2g}")
+    print(f"loss {loss:.15g} and {other:.15g}; {len(wrong)} of {len(one)} gradients are off, by up to {max(off.values()):.2g}", "" if wrong else "mended")
     sys.exit(0 if wrong else 3)

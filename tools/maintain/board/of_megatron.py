@@ -33,6 +33,7 @@ def config_of(row):
 
     sizes = row.options.get("sizes", {}) if world() > 1 else {}
     more = dict(row.options.get("config", {}))
+    more.update(sequence_parallel=bool(more.get("sequence_parallel")) and world() > 1)
     kind = MLATransformerConfig if more.pop("latent", False) else TransformerConfig
     return kind(
         num_layers=4, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, use_cpu_initialization=True,
@@ -53,6 +54,8 @@ def full_of(param, grad):
     group = parallel_state.get_tensor_model_parallel_group()
     parts = [torch.empty_like(grad) for _ in range(group.size())]
     torch.distributed.all_gather(parts, grad.contiguous(), group=group)
+    if getattr(param, "partition_stride", 1) > 1:  # each rank has a part of the gates, then a part of the rest
+        parts = [part.chunk(2, param.partition_dim)[half] for half in (0, 1) for part in parts]
     return torch.cat(parts, param.partition_dim)
 
 
@@ -140,7 +143,12 @@ def seed_by_name(model, config):
         whole = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
         whole = whole * 0.05 + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
         with torch.no_grad():
-            param.copy_(whole.chunk(size, param.partition_dim)[place] if cut else whole)
+            if cut and getattr(param, "partition_stride", 1) > 1:
+                whole = torch.cat([half.chunk(size, param.partition_dim)[place] for half in whole.chunk(
+                    2, param.partition_dim)], param.partition_dim)
+            elif cut:
+                whole = whole.chunk(size, param.partition_dim)[place]
+            param.copy_(whole)
 
 
 MODELS = {"GPT": {}, "GPT qk_layernorm": dict(qk_layernorm=True), "GPT grouped queries": dict(num_query_groups=2),

@@ -26,6 +26,7 @@ def train(row, folder):
     import importlib
 
     import _torchtitan
+    import torch
     from torchtitan.distributed import utils
 
     family, options = row.options["family"], row.options
@@ -35,8 +36,9 @@ def train(row, folder):
     more = dict(loss=models.MTPLoss.Config(global_vocab_size=spec.model.vocab_size)) if "mtp" in row.model.lower() else {}
     axes = options["axes"] if world() > 1 else dict(enable_sequence_parallel=False)
     data = row.data if world() > 1 else 1
+    length = 256 if "cp" in row.parallelism else 16  # blocks of 128
     trainer = _torchtitan.make(spec, folder / "titan", batch=8 // data // row.micro_batches if not options.get("pp") else 8,
-                               samples=8, **more, **axes)
+                               samples=8, length=length, **more, **axes)
     _torchtitan.weights_by_name(trainer)
     parts = trainer.model_parts
     watch, clip, losses = Watch(parts, trainer.optimizers, folder), utils.clip_grad_norm_, []
@@ -50,6 +52,9 @@ def train(row, folder):
         norm = clip(*args, **kwargs)
         loss = float(sum(each.full_tensor() if hasattr(each, "full_tensor") else each for each in losses))
         losses.clear()
+        dims = trainer.parallel_dims
+        if dims.dp_cp_enabled and not (options.get("pp") and loss < 0):  # a rank's is a summand
+            loss = utils.dist_sum(torch.tensor(loss), dims.get_optional_mesh("loss"))
         watch.step(loss=None if options.get("pp") and loss < 0 else loss,
                    norm=norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         return norm
@@ -57,7 +62,7 @@ def train(row, folder):
     mesh = trainer.parallel_dims.get_mesh("batch") if trainer.parallel_dims.dp_enabled else None
     own = mesh.get_local_rank() if mesh is not None else 0
     for step in range(STEPS):
-        inputs, labels = _torchtitan.batches(step, 8)
+        inputs, labels = _torchtitan.batches(step, 8, length)
         rows = range(own, 8, mesh.size() if mesh is not None else 1)
         size = 1 if options.get("pp") and world() > 1 else len(rows) // row.micro_batches
         cut = [rows[i:i + size] for i in range(0, len(rows), size)]
