@@ -19,9 +19,11 @@ BUDGETS = {2: (262, 2), 3: (294, 1), **dict.fromkeys((4, 6, 10, 11, 13, 14, 15),
            8: (102, 0), 9: (1459, 8), 12: (270, 1), 16: (300, 1), 17: (150, 1),
            18: (200, 1)}  # step -> added lines, new modules
 CAPS = (  # what, how much at most, in which files, but for those with this in their path; of .md words, else lines
-    ("step 8, whole", 1822, "step8_*/*.py", None), ("same_numbers/", 1650, "same_numbers/**/*.py", "trainers"),
-    ("its trainers", 800, "same_numbers/trainers*.py", None), ("exercises/", 4700, "exercises/**/*.py", "/mine/"),
-    ("cluster/", 11050, "cluster/**/*.py", None), ("tools/", 9570, "tools/**/*.py", None),
+    ("step 8, whole", 1822, "step8_*/*.py", None), ("same_numbers/", 1650, "same_numbers/*.py", "trainers"),
+    ("its trainers", 800, "same_numbers/trainers*.py", None),
+    ("what it found", 400, "same_numbers/found/*.py", None),  # a script a fault, without same_numbers
+    ("the scoreboard", 1400, "tools/maintain/board/*.py", None),  # recipes of 12 libraries ("exercises/", 4700, "exercises/**/*.py", "/mine/"),
+    ("cluster/", 11050, "cluster/**/*.py", None), ("tools/", 9700, "tools/**/*.py", "/board/"),
     ("the site's own files", 830, "tools/site/*.*", ".py"), ("tests/", 18540, "tests/**/*.py", None),
     ("README.md", 1200, "README.md", None), ("pages of cluster/", 19250, "cluster/**/*.md", None))
 MOST_TOGETHER, MOST_MODULES = 1470, 16  # lines that steps 2 to 8 add; modules in a folder of cluster/

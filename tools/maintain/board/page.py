@@ -4,15 +4,18 @@ import collections
 import pathlib
 import re
 
-FOUND = (  # library, what a wrong row's name and lines have in them, heading of docs/FOUND.md
+FOUND = (  # library, what a wrong row's name and lines have in them, number in docs/FOUND.md
     ("transformers", r"tp_plan.*(alpha_p|q_layernorm|k_layernorm|use_qk_norm)", "2"),
-    ("transformers", r"-m2.*(q_norm|k_norm)", "1"),
-    ("trainer", r"smoothing", "3"), ("transformers", r"ep-4-of", "4"), ("torch", r"divide", "4"))
+    ("transformers", r"^\S*-m2 .*(q_norm|k_norm)", "1"), ("peft", r"^\S*-m2 .*(q_norm|k_norm)", "1"),
+    ("transformers", r"^\S*ep-\S*of-fsdp.*experts.* 2 times too small", "4"), ("torch", "divide", "4"),
+    ("trainer", "FSDP2.*smoothing", "3"), ("torchtitan", "MTP-2", "6"), ("torchtitan", "MTP.*eh_proj", "5"),
+    ("torchtitan", "gpt_oss.*tp-2", "7"))
+ASKED = {("trainer", "tokens-averaged-a-rank"): "as its argument asks: "}  # no fault
 HEAD = """# Which libraries train over ranks as in one process
 
-{count} configurations of {libraries} libraries, each trained for three steps in one process and over two or four ranks on a
-CPU (gloo), recorded by [`same_numbers`](SAME_NUMBERS.md) and judged by it: {exact} are exact, {wrong} are wrong, {refused} are
-refused or do not run, {other} could not be judged. `tools/maintain/scoreboard.py` made this page from
+{count} configurations of {libraries} libraries, each trained for three steps in one process and over two or four ranks
+on a CPU (gloo), recorded by [`same_numbers`](SAME_NUMBERS.md) and judged by it: {exact} are exact, {wrong} are wrong,
+{refused} are refused or do not run, {other} could not be judged. `tools/maintain/scoreboard.py` made this page from
 [`scoreboard.jsonl`](scoreboard.jsonl), which it wrote; no row is written by hand. Models are of toy size and in float64
 unless a row says otherwise; every parameter is random, and dropout is off.
 
@@ -50,7 +53,8 @@ def plain(text: str, most: int = 150) -> str:
 def found(row: dict) -> str:
     text = f"{row['row']} {' '.join(row['lines'])}"
     number = next((n for library, words, n in FOUND if library == row["library"] and re.search(words, text)), "")
-    return f"[{number}](FOUND.md#{number}): " if number else ""
+    asked = next((words for (library, name), words in ASKED.items() if library == row["library"] and name in row["row"]), "")
+    return f"[{number}](FOUND.md#{number}): " if number else asked
 
 
 def line(row: dict) -> str:
