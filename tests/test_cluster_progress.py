@@ -226,7 +226,8 @@ def test_a_disk_that_stays_full_to_the_end(world_of_one, tmp_path, capsys):
         first = json.loads((tmp_path / "run" / METRICS).read_text().splitlines()[0])
         assert first["step"] == 1
         subprocess.run(["mount", "-o", "remount,size=24k", tmp_path], check=True)
-        with pytest.raises(UserError, match=r"^can't write .*run: No space left.*: make room, or choose another --che"):
+        refused = r"^can't write .*config.json \(No space left.*make room there, or choose another --log_dir"
+        with pytest.raises(UserError, match=refused):
             a_record(tmp_path, notes=50_000 * "x").close()  # in config.json
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)

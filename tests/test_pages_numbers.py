@@ -40,7 +40,7 @@ CLAIMS = [  # page, what stands around the number, what it has to be
     ("beyond/step11_virtual_stages", r"has\s\(p - 1\)\(F \+ B\) = (\d+)", idle("1f1b", 8)),
     ("beyond/step17_local_steps", r"2 · 7/8 · 4 GB = (\d+) GB", 2 * 7 / 8 * 4),
     ("beyond/step18_muon", r"up to 3\.4445\^5 = (\d+)", 3.4445**5),
-    ("step2_process_group_manager", r"for n = 8 (\d+) S", 2 * 3),
+    ("step2_process_group_manager", r"the time of (\d+) S, where", 2 * 3),
     ("step2_process_group_manager", r"a ring takes ([\d.]+) S", 2 * 7 / 8),
     ("step2_process_group_manager", r"115 ms: ([\d.]+) GB/s", 2 * 3 / 4 * 40e6 / 0.115 / GB),
 ]
