@@ -53,7 +53,9 @@ def plain(text: str, most: int = 150) -> str:
 def found(row: dict) -> str:
     text = f"{row['row']} {' '.join(row['lines'])}"
     number = next((n for library, words, n in FOUND if library == row["library"] and re.search(words, text)), "")
-    asked = next((words for (library, name), words in ASKED.items() if library == row["library"] and name in row["row"]), "")
+    asked = next(
+        (words for (library, name), words in ASKED.items() if library == row["library"] and name in row["row"]), ""
+    )
     return f"[{number}](FOUND.md#{number}): " if number else asked
 
 
@@ -85,8 +87,11 @@ def write(rows: list[dict], path: pathlib.Path) -> None:
     for name, each in libraries.items():
         counts = collections.Counter(map(outcome, each))
         versions = ", ".join(f"{key} {value}" for key, value in each[-1]["versions"].items())
-        text += (f"\n## {name}\n\n{versions}: {', '.join(f'{n} {kind}' for kind, n in counts.most_common())}.\n\n"
-                 "| model | over | m | ranks | exact | wrong | refused or does not run | only with a patch of | compared | off | s |\n"
-                 "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n")
+        text += (
+            f"\n## {name}\n\n{versions}: {', '.join(f'{n} {kind}' for kind, n in counts.most_common())}.\n\n"
+            "| model | over | m | ranks | exact | wrong | refused or does not run "
+                 "| only with a patch of | compared | off | s |\n"
+            "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+        )
         text += "".join(line(row) + "\n" for row in each)
     path.write_text(text)
