@@ -271,7 +271,7 @@ def test_drawn_rows_of_the_scoreboard_are_as_its_page_says():
     from launch import ROOT
 
     rows, since, draw = rows_for_here(), time.time(), random.Random(os.environ.get("DRAW"))
-    assert len(rows) >= 3, f"of {[*rows]} alone versions are as the scoreboard's: make it again, or install constraints.txt"
+    assert len(rows) >= 3, f"only of {[*rows]} are versions as the scoreboard's: make it again, or install constraints.txt"
     libraries, compared, differ = [*rows], [], []
     draw.shuffle(libraries)
     for _ in range(max(map(len, rows.values()))):

@@ -1,11 +1,13 @@
 """torchtitan on a CPU: what its Trainer needs in place of a GPU. Shared by the scripts beside this module.
 
-Replaced: the device's module; FlexAttention by dense attention with the same mask; experts' grouped products, which are in
-bfloat16, by a loop in the model's dtype; a sum that is scaled before it is sent (NCCL alone has it) by a sum; the tokenizer
-and the data set by token ids drawn here.
+Replaced: the device's module; FlexAttention by dense attention with the same mask; experts' grouped products, which are
+in bfloat16, by a loop in the model's dtype; a sum that is scaled before it is sent (NCCL alone has it) by a sum; the
+tokenizer and the data set by token ids drawn here.
 """
 import collections
+import importlib.metadata
 import os
+import tempfile
 import types
 
 import torch
@@ -43,7 +45,9 @@ def dense_attention(q, k, v, *, score_mod, block_mask, scale, enable_gqa, return
     if enable_gqa:
         k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
     rows, columns = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None]
-    allowed = torch.stack([block_mask.mask_mod(torch.tensor(b), torch.tensor(0), rows, columns) for b in range(q.shape[0])])
+    allowed = torch.stack(
+        [block_mask.mask_mod(torch.tensor(b), torch.tensor(0), rows, columns) for b in range(q.shape[0])]
+    )
     scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores.masked_fill(~allowed[:, None], -torch.inf)
     return scores.softmax(-1) @ v, types.SimpleNamespace(lse=scores.logsumexp(-1))
@@ -116,12 +120,28 @@ def make(spec, folder, *, batch=4, samples=-1, loss=None, dtype="float64", lengt
     from torchtitan.trainer import Trainer
     os.environ.setdefault("LOCAL_RANK", os.environ.get("RANK", "0"))
     config = Trainer.Config(
-        loss=loss or CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size), model_spec=spec, dump_folder=str(folder),
-        optimizer=default_adamw(lr=1e-3), activation_checkpoint=None, checkpoint=Nothing(create_seed_checkpoint=False),
-        tokenizer=Nothing(), dataloader=Nothing(), validator=Nothing(),
-        parallelism=ParallelismConfig(**parallelism), training=TrainingConfig(
-            local_batch_size=batch, global_batch_size=samples, seq_len=length, steps=3, dtype=dtype, max_norm=1e9,
-            mixed_precision_param=dtype, mixed_precision_reduce=dtype, disable_cuda_graphs=True))
+        loss=loss or CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size),
+        model_spec=spec,
+        dump_folder=str(folder),
+        optimizer=default_adamw(lr=1e-3),
+        activation_checkpoint=None,
+        checkpoint=Nothing(create_seed_checkpoint=False),
+        tokenizer=Nothing(),
+        dataloader=Nothing(),
+        validator=Nothing(),
+        parallelism=ParallelismConfig(**parallelism),
+        training=TrainingConfig(
+            local_batch_size=batch,
+            global_batch_size=samples,
+            seq_len=length,
+            steps=3,
+            dtype=dtype,
+            max_norm=1e9,
+            mixed_precision_param=dtype,
+            mixed_precision_reduce=dtype,
+            disable_cuda_graphs=True,
+        ),
+    )
     return Trainer(config)
 
 
@@ -136,7 +156,9 @@ def weights_by_name(trainer):
             whole = torch.randn(param.shape, dtype=torch.float64, generator=draw) * 0.05 + ("norm" in name)
             with torch.no_grad():
                 if hasattr(param, "placements"):
-                    whole = distribute_tensor(whole.to(param.dtype), param.device_mesh, param.placements, src_data_rank=None)
+                    whole = distribute_tensor(
+                        whole.to(param.dtype), param.device_mesh, param.placements, src_data_rank=None
+                    )
                 param.copy_(whole)
 
 
@@ -144,3 +166,29 @@ def step(trainer, number, batch):
     """One step of the Trainer's own, on these batches."""
     trainer.step = number
     trainer.train_step(trainer.batch_generator(batch if isinstance(batch, list) else [batch]))
+
+
+def version():
+    return importlib.metadata.version("torchtitan")
+
+
+def one_step(rank, ranks, folder, spec, **more):
+    """In a rank: a step over tp without sequence parallelism; leaves its loss and whole gradients in `folder`."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=str(29600 + os.getppid() % 300 + ranks))
+    spec.model.layers, losses = spec.model.layers[:2], []
+    trainer = make(spec, folder, tensor_parallel_degree=ranks, enable_sequence_parallel=False, **more)
+    weights_by_name(trainer)
+    run = trainer.fwd_bwd_fn
+    trainer.fwd_bwd_fn = lambda *args: losses.append(run(*args)) or losses[-1]
+    step(trainer, 1, batches(0))
+    torch.save((float(losses[0].detach()), gradients(trainer)), f"{folder}/{ranks}_{rank}")
+
+
+def compared(go):
+    """(loss, loss over two ranks, [(name, gradient, gradient over two ranks)])."""
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in (1, 2):
+            torch.multiprocessing.spawn(go, (ranks, folder), nprocs=ranks)
+        (loss, one), (other, many) = (torch.load(f"{folder}/{ranks}_0") for ranks in (1, 2))
+    return loss, other, [(name, each, many[name]) for name, each in one.items()]

@@ -1,7 +1,7 @@
 """transformers' Trainer: with label smoothing over FSDP2, the labels of a causal model are not shifted.
 
 `fully_shard` gives the model's class another name; Trainer looks its name up to decide whether labels are shifted.
-python same_numbers/found/label_smoothing_fsdp2.py (exit code 0: the fault is there; 3: it is gone; 2: it can't be tried)"""
+python same_numbers/found/label_smoothing_fsdp2.py (exit code 0: the fault is there; 3: gone; 2: it can't be tried)"""
 import sys
 import tempfile
 

@@ -4,8 +4,8 @@
 
 Each library has an environment of its own, which is made where it is not there yet and removed with --remove; one at a
 time on disk is enough. Rows that docs/scoreboard.jsonl has are not run again without --again. `--page` only writes the
-page; `--row` repeats one row alone, prints what it says and compares it with the page, which stays as it is; `--compare`
-does so with all rows, and ends with 1 where one differs.
+page; `--row` repeats one row alone, prints what it says and compares it with the page, which stays as it is;
+`--compare` does so with all rows, and ends with 1 where one differs.
 """
 
 import argparse
@@ -78,7 +78,11 @@ def run(library: str, names: list[str], python: pathlib.Path, keep_in: pathlib.P
     """Yields what each row says. A worker that dies takes its row with it, and the next worker goes on behind it."""
     while names:
         keeping = ["--keep", keep_in] if keep_in else []
-        worker = subprocess.Popen([python, HERE / "board" / "worker.py", library, *keeping, "--rows", *names], stdout=subprocess.PIPE, text=True)
+        worker = subprocess.Popen(
+            [python, HERE / "board" / "worker.py", library, *keeping, "--rows", *names],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for line in worker.stdout:
             if line.startswith("{"):
                 found = json.loads(line)
@@ -94,7 +98,9 @@ def main() -> None:
     parser.add_argument("libraries", nargs="*", metavar="LIBRARY", help=f"of {', '.join(LIBRARIES)} (default: all)")
     parser.add_argument("--row", help="the name of one row, as the page has it")
     parser.add_argument("--again", action="store_true", help="run rows that are there, too")
-    parser.add_argument("--compare", action="store_true", help="run all rows, and keep nothing: are they as the page says?")
+    parser.add_argument(
+        "--compare", action="store_true", help="run all rows, and keep nothing: are they as the page says?"
+    )
     parser.add_argument("--page", action="store_true", help="write the page and nothing else")
     parser.add_argument("--remove", action="store_true", help="remove a library's environment behind its last row")
     parser.add_argument("--envs", type=pathlib.Path, default=pathlib.Path.home() / ".cache" / "scoreboard",

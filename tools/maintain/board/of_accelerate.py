@@ -22,8 +22,12 @@ def run(row, folder):
         import accelerate.state
 
         plugin = accelerate.FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"], cpu_ram_efficient_loading=False,
-            reshard_after_forward=options.get("reshard", True))
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Block"],
+            cpu_ram_efficient_loading=False,
+            reshard_after_forward=options.get("reshard", True),
+        )
     accumulation = SAMPLES // size // (row.data if world() > 1 else 1)
     more = dict(split_batches=True) if options.get("split_batches") else {}
     accelerator = accelerate.Accelerator(
@@ -63,7 +67,15 @@ def run(row, folder):
     watch.close()
 
 
-ROWS = [Row("accelerate", "decoder", over + words, run, data=2, patch=PATCH if fsdp else "", options=dict(more, fsdp=fsdp))
-        for over, fsdp in (("DDP 2", False), ("FSDP2 2", True)) for words, more in (
-            ("", {}), (", clipped", dict(clip=True)), (", shuffled", dict(shuffle=True)), (", no accumulation", dict(size=4)),
-            (", split_batches", dict(split_batches=True)), (", scheduler", dict(schedule=True)))]
+ROWS = [
+    Row("accelerate", "decoder", over + words, run, data=2, patch=PATCH if fsdp else "", options=dict(more, fsdp=fsdp))
+    for over, fsdp in (("DDP 2", False), ("FSDP2 2", True))
+    for words, more in (
+        ("", {}),
+        (", clipped", dict(clip=True)),
+        (", shuffled", dict(shuffle=True)),
+        (", no accumulation", dict(size=4)),
+        (", split_batches", dict(split_batches=True)),
+        (", scheduler", dict(schedule=True)),
+    )
+]

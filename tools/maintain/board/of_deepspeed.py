@@ -9,7 +9,9 @@ NEEDS, SHOWN = ("torch==2.13.0", "deepspeed==0.19.8", "numpy==2.4.6"), ("deepspe
 def prepare():
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible_ops__, False))  # else it compiles some
+    deepspeed.ops.__compatible_ops__.update(
+        dict.fromkeys(deepspeed.ops.__compatible_ops__, False)
+    )  # else it compiles some
 
 
 def zero(row, folder):

@@ -46,7 +46,9 @@ def strategy_of(row, kind):
 def fabric(row, folder):
     import lightning
 
-    run = lightning.Fabric(accelerator="cpu", devices=row.ranks if world() > 1 else 1, strategy=strategy_of(row, "fabric"))
+    run = lightning.Fabric(
+        accelerator="cpu", devices=row.ranks if world() > 1 else 1, strategy=strategy_of(row, "fabric")
+    )
     run.launch()
     model = run.setup_module(model_of(row))
     import torch
@@ -108,18 +110,31 @@ def trainer(row, folder):
             return (ids for step in range(STEPS) for ids in micro_batches(row, step, rank() // (row.ranks // row.data)))
 
     lightning.Trainer(
-        max_steps=STEPS, accelerator="cpu", devices=row.ranks if world() > 1 else 1, strategy=strategy_of(row, "trainer"),
-        accumulate_grad_batches=row.micro_batches * (row.data if world() == 1 else 1), logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        max_steps=STEPS,
+        accelerator="cpu",
+        devices=row.ranks if world() > 1 else 1,
+        strategy=strategy_of(row, "trainer"),
+        accumulate_grad_batches=row.micro_batches * (row.data if world() == 1 else 1),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
         **({"gradient_clip_val": options["clip"]} if options.get("over") == "ddp" and "clip" in options else {}),
     ).fit(Module(), torch.utils.data.DataLoader(Data(), batch_size=None))
 
 
 def rows(kind, run):
-    for words, over, ranks, data in (("DDP 2", "ddp", 2, 2), ("FSDP2 2", "mesh", 2, 2), ("FSDP2 2 x tp 2", "mesh", 4, 2),
-                                     ("tp 2", "mesh", 2, 1)):
+    for words, over, ranks, data in (
+        ("DDP 2", "ddp", 2, 2),
+        ("FSDP2 2", "mesh", 2, 2),
+        ("FSDP2 2 x tp 2", "mesh", 4, 2),
+        ("tp 2", "mesh", 2, 1),
+    ):
         for m, more in ((1, {}), (2, {}), (2, dict(clip=0.1))):
-            yield Row("lightning", kind, words + ", clipped" * bool(more), run, m, ranks, data, options=dict(more, over=over))
+            yield Row(
+                "lightning", kind, words + ", clipped" * bool(more), run, m, ranks, data, options=dict(more, over=over)
+            )
 
 
 ROWS = [*rows("Fabric", fabric), *rows("Trainer", trainer)]

@@ -36,12 +36,28 @@ def config_of(row):
     more.update(sequence_parallel=bool(more.get("sequence_parallel")) and world() > 1)
     kind = MLATransformerConfig if more.pop("latent", False) else TransformerConfig
     return kind(
-        num_layers=4, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, use_cpu_initialization=True,
-        tensor_model_parallel_size=sizes.get("tp", 1), pipeline_model_parallel_size=sizes.get("pp", 1),
-        expert_model_parallel_size=sizes.get("ep", 1), hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.float64,
-        pipeline_dtype=torch.float64, gradient_accumulation_fusion=False, bias_dropout_fusion=False, add_bias_linear="num_moe_experts" not in more,
-        masked_softmax_fusion=False, persist_layer_norm=False, bias_activation_fusion=False, apply_rope_fusion=False,
-        attention_softmax_in_fp32=False, **more)
+        num_layers=4,
+        hidden_size=32,
+        num_attention_heads=4,
+        ffn_hidden_size=64,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=sizes.get("tp", 1),
+        pipeline_model_parallel_size=sizes.get("pp", 1),
+        expert_model_parallel_size=sizes.get("ep", 1),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=torch.float64,
+        pipeline_dtype=torch.float64,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        add_bias_linear="num_moe_experts" not in more,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        attention_softmax_in_fp32=False,
+        **more,
+    )
 
 
 def full_of(param, grad):
@@ -77,10 +93,16 @@ def gpt(row, folder):
     spec = get_gpt_layer_local_spec(
         num_experts=more.get("num_moe_experts"), moe_grouped_gemm=False, qk_layernorm=more.get("qk_layernorm", False),
         multi_latent_attention=bool(more.get("latent")))
-    model = GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=12,
-                     pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
-                     share_embeddings_and_output_weights=bool(row.options.get("tied")),
-                     position_embedding_type="rope" if more.get("latent") else "learned_absolute").double()
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=12,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=bool(row.options.get("tied")),
+        position_embedding_type="rope" if more.get("latent") else "learned_absolute",
+    ).double()
     seed_by_name(model, config)
     wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=False), model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
@@ -100,8 +122,15 @@ def gpt(row, folder):
     for step in range(STEPS):
         parts = micro_batches(row, step, data)
         wrapped.zero_grad_buffer()
-        found = run(forward_step_func=forward_step, data_iterator=iter(parts), model=[wrapped], num_microbatches=len(parts),
-                    seq_length=12, micro_batch_size=len(parts[0]), forward_only=False)
+        found = run(
+            forward_step_func=forward_step,
+            data_iterator=iter(parts),
+            model=[wrapped],
+            num_microbatches=len(parts),
+            seq_length=12,
+            micro_batch_size=len(parts[0]),
+            forward_only=False,
+        )
         for param in model.parameters():
             param.grad = gradient(param)
         watch.step(loss=sum(each["loss"] for each in found) / len(found) if found else None)
@@ -140,7 +169,9 @@ def seed_by_name(model, config):
         place = group.get_expert_tensor_parallel_rank() if expert else group.get_tensor_model_parallel_rank()
         if cut:
             shape[param.partition_dim] *= size
-        whole = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+        whole = torch.randn(
+            shape, dtype=torch.float64, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        )
         whole = whole * 0.05 + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
         with torch.no_grad():
             if cut and getattr(param, "partition_stride", 1) > 1:
@@ -151,19 +182,39 @@ def seed_by_name(model, config):
             param.copy_(whole)
 
 
-MODELS = {"GPT": {}, "GPT qk_layernorm": dict(qk_layernorm=True), "GPT grouped queries": dict(num_query_groups=2),
-          "GPT gated": dict(gated_linear_unit=True),
-          "GPT experts": dict(num_moe_experts=4, moe_router_topk=2, moe_token_dispatcher_type="allgather",
-                              moe_router_load_balancing_type="none"),
-          "GPT latent attention": dict(latent=True, q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=8,
-                                       v_head_dim=8, rope_type="rope", normalization="LayerNorm")}
+MODELS = {
+    "GPT": {},
+    "GPT qk_layernorm": dict(qk_layernorm=True),
+    "GPT grouped queries": dict(num_query_groups=2),
+    "GPT gated": dict(gated_linear_unit=True),
+    "GPT experts": dict(
+        num_moe_experts=4,
+        moe_router_topk=2,
+        moe_token_dispatcher_type="allgather",
+        moe_router_load_balancing_type="none",
+    ),
+    "GPT latent attention": dict(
+        latent=True,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_head_dim=8,
+        qk_pos_emb_head_dim=8,
+        v_head_dim=8,
+        rope_type="rope",
+        normalization="LayerNorm",
+    ),
+}
 
 
 def rows():
     for model, config in MODELS.items():
         for words, sizes, ranks, data, m in (
-                ("tp 2", dict(tp=2), 2, 1, 1), ("tp 2", dict(tp=2), 2, 1, 2), ("dp 2", {}, 2, 2, 2), ("pp 2", dict(pp=2), 2, 1, 4),
-                ("dp 2 x tp 2", dict(tp=2), 4, 2, 2)):
+            ("tp 2", dict(tp=2), 2, 1, 1),
+            ("tp 2", dict(tp=2), 2, 1, 2),
+            ("dp 2", {}, 2, 2, 2),
+            ("pp 2", dict(pp=2), 2, 1, 4),
+            ("dp 2 x tp 2", dict(tp=2), 4, 2, 2),
+        ):
             yield Row("megatron", model, words, gpt, m, ranks, data, patch=PATCH,
                       options=dict(config=config, sizes=sizes, group=True))
     experts = MODELS["GPT experts"]

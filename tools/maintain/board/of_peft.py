@@ -61,14 +61,27 @@ def lora(peft, **more):
     return peft.LoraConfig(target_modules=["q_proj", "v_proj", "down_proj"], r=4, lora_dropout=0.0, **more)
 
 
-ADAPTERS = {"LoRA": lora, "DoRA": lambda peft: lora(peft, use_dora=True), "rsLoRA": lambda peft: lora(peft, use_rslora=True),
-            "LoRA with bias": lambda peft: lora(peft, bias="lora_only"),
-            "LoRA, embedding saved": lambda peft: lora(peft, modules_to_save=["lm_head"]),
-            "IA3": lambda peft: peft.IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"])}
+ADAPTERS = {
+    "LoRA": lora,
+    "DoRA": lambda peft: lora(peft, use_dora=True),
+    "rsLoRA": lambda peft: lora(peft, use_rslora=True),
+    "LoRA with bias": lambda peft: lora(peft, bias="lora_only"),
+    "LoRA, embedding saved": lambda peft: lora(peft, modules_to_save=["lm_head"]),
+    "IA3": lambda peft: peft.IA3Config(
+        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+}
 ROWS = [Row("peft", f"llama {name}", words, run, 1, 2, data, options=dict(adapter=adapter, **more))
         for name, adapter in ADAPTERS.items() for words, run, data, more in (
             ("DDP 2", by_hand, 2, dict(over="ddp")), ("FSDP2 2", by_hand, 2, dict(over="fsdp2")),
             ("tp_plan 2", by_hand, 1, dict(over="tp", parallel=dict(tp_plan="auto"))))]
-ROWS += [Row("peft", "llama LoRA", f"Trainer, DDP 2{words}", trainer, data=2, options=dict(adapter=lora, arguments=arguments))
-         for words, arguments in (("", {}), (", clipped", dict(max_grad_norm=0.1)),
-                                  (", label smoothing", dict(label_smoothing_factor=0.1)))]
+ROWS += [
+    Row(
+        "peft", "llama LoRA", f"Trainer, DDP 2{words}", trainer, data=2, options=dict(adapter=lora, arguments=arguments)
+    )
+    for words, arguments in (
+        ("", {}),
+        (", clipped", dict(max_grad_norm=0.1)),
+        (", label smoothing", dict(label_smoothing_factor=0.1)),
+    )
+]

@@ -20,7 +20,9 @@ def model_of(row):
         def forward(self, x):
             h = self.norm1(x)
             q, k, v = (each(h).unflatten(-1, (-1, 8)).transpose(1, 2) for each in (self.q, self.k, self.v))
-            x = x + self.o(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+            x = x + self.o(
+                nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            )
             h = self.norm2(x)
             return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
 
@@ -114,7 +116,16 @@ def fsdp2(row, folder):
                 model.set_requires_gradient_sync(is_last)
         if "divide" in row.options:
             model.set_gradient_divide_factor(row.options["divide"])
-    loop(row, model, folder, loss_of, data_rank=rank(), before=before, clip=clip_of(row), optimizer=optimizer_of(row, model))
+    loop(
+        row,
+        model,
+        folder,
+        loss_of,
+        data_rank=rank(),
+        before=before,
+        clip=clip_of(row),
+        optimizer=optimizer_of(row, model),
+    )
 
 
 def tensor_parallel(row, folder):
@@ -198,16 +209,31 @@ def row(words, run, m=1, ranks=2, data=1, model="decoder", dtype="float64", **op
     return Row("torch", model, words, run, micro_batches=m, ranks=ranks, data=data, dtype=dtype, options=options)
 
 
-OPTIMIZERS = {"AdamW": dict(foreach=True), "SGD": dict(momentum=0.9, nesterov=True), "Adafactor": {}, "Adagrad": {},
-              "Adadelta": {}, "Adamax": {}, "NAdam": {}, "RAdam": {}, "RMSprop": {}, "ASGD": {}, "Rprop": {}, "Muon": {}}
+OPTIMIZERS = {
+    "AdamW": dict(foreach=True),
+    "SGD": dict(momentum=0.9, nesterov=True),
+    "Adafactor": {},
+    "Adagrad": {},
+    "Adadelta": {},
+    "Adamax": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {},
+    "ASGD": {},
+    "Rprop": {},
+    "Muon": {},
+}
 ROWS = [row("DDP 2", ddp, m, data=2) for m in (1, 2)]
-ROWS += [row("DDP 2, no_sync", ddp, 2, data=2, no_sync=True), row("DDP 2, clipped", ddp, 2, data=2, clip=True),
-         row("DDP 2", ddp, model="tied decoder", data=2, kind="tied"),
-         row("DDP 2, static_graph", ddp, data=2, ddp=dict(static_graph=True)),
-         row("DDP 2, gradient_as_bucket_view", ddp, 2, data=2, ddp=dict(gradient_as_bucket_view=True, bucket_cap_mb=0.01)),
-         row("DDP 2, find_unused_parameters", ddp, 2, data=2, ddp=dict(find_unused_parameters=True)),
-         row("DDP 2, compiled by aot_eager", ddp, data=2, compiled=True),
-         row("DDP 2, ZeroRedundancyOptimizer", ddp, data=2, zero=True)]
+ROWS += [
+    row("DDP 2, no_sync", ddp, 2, data=2, no_sync=True),
+    row("DDP 2, clipped", ddp, 2, data=2, clip=True),
+    row("DDP 2", ddp, model="tied decoder", data=2, kind="tied"),
+    row("DDP 2, static_graph", ddp, data=2, ddp=dict(static_graph=True)),
+    row("DDP 2, gradient_as_bucket_view", ddp, 2, data=2, ddp=dict(gradient_as_bucket_view=True, bucket_cap_mb=0.01)),
+    row("DDP 2, find_unused_parameters", ddp, 2, data=2, ddp=dict(find_unused_parameters=True)),
+    row("DDP 2, compiled by aot_eager", ddp, data=2, compiled=True),
+    row("DDP 2, ZeroRedundancyOptimizer", ddp, data=2, zero=True),
+]
 ROWS += [row("FSDP2 2", fsdp2, m, data=2) for m in (1, 2)]
 ROWS += [row("FSDP2 2, no_sync", fsdp2, 2, data=2, no_sync=True), row("FSDP2 2, clipped", fsdp2, 2, data=2, clip=True),
          row("FSDP2 2", fsdp2, model="tied decoder", data=2, kind="tied"),
@@ -219,10 +245,18 @@ ROWS += [row("FSDP2 2, no_sync", fsdp2, 2, data=2, no_sync=True), row("FSDP2 2, 
                                                                      shape=(2, 2), clip=True)]
 ROWS += [row(f"FSDP2 2, {name}", fsdp2, data=2, optimizer=(name, options)) for name, options in OPTIMIZERS.items()]
 ROWS += [row(f"tp 2, {name}", tensor_parallel, optimizer=(name, options)) for name, options in OPTIMIZERS.items()]
-ROWS += [row(words + ", clipped" * clip, tensor_parallel, 2, ranks=2 * data, data=data, sp=sp, clip=clip, embedding=embedding)
-         for clip in (False, True) for words, data, sp, embedding in (
-             ("tp 2, embedding too", 1, False, True), ("tp 2, sequence parallel", 1, True, False),
-             ("FSDP2 2 x tp 2", 2, False, False), ("FSDP2 2 x tp 2, sequence parallel", 2, True, False))]
+ROWS += [
+    row(
+        words + ", clipped" * clip, tensor_parallel, 2, ranks=2 * data, data=data, sp=sp, clip=clip, embedding=embedding
+    )
+    for clip in (False, True)
+    for words, data, sp, embedding in (
+        ("tp 2, embedding too", 1, False, True),
+        ("tp 2, sequence parallel", 1, True, False),
+        ("FSDP2 2 x tp 2", 2, False, False),
+        ("FSDP2 2 x tp 2, sequence parallel", 2, True, False),
+    )
+]
 ROWS += [row(f"pp 2, {schedule}", pipeline, m=4, schedule=schedule, stages=stages, style=style)
          for schedule, stages, style in (
              ("ScheduleGPipe", 1, "loop"), ("Schedule1F1B", 1, "loop"), ("ScheduleInterleaved1F1B", 2, "loop"),

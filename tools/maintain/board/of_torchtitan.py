@@ -33,12 +33,21 @@ def train(row, folder):
     models = importlib.import_module(f"torchtitan.models.{family}")
     spec = models.model_registry(options["flavor"], **options.get("model", {}))
     spec.model.layers = spec.model.layers[: options.get("layers", 2)]
-    more = dict(loss=models.MTPLoss.Config(global_vocab_size=spec.model.vocab_size)) if "mtp" in row.model.lower() else {}
+    more = (
+        dict(loss=models.MTPLoss.Config(global_vocab_size=spec.model.vocab_size)) if "mtp" in row.model.lower() else {}
+    )
     axes = options["axes"] if world() > 1 else dict(enable_sequence_parallel=False)
     data = row.data if world() > 1 else 1
-    length = 256 if "cp" in row.parallelism else 16  # blocks of 128
-    trainer = _torchtitan.make(spec, folder / "titan", batch=8 // data // row.micro_batches if not options.get("pp") else 8,
-                               samples=8, length=length, **more, **axes)
+    length = 16
+    trainer = _torchtitan.make(
+        spec,
+        folder / "titan",
+        batch=8 // data // row.micro_batches if not options.get("pp") else 8,
+        samples=8,
+        length=length,
+        **more,
+        **axes,
+    )
     _torchtitan.weights_by_name(trainer)
     parts = trainer.model_parts
     watch, clip, losses = Watch(parts, trainer.optimizers, folder), utils.clip_grad_norm_, []
@@ -66,25 +75,44 @@ def train(row, folder):
         rows = range(own, 8, mesh.size() if mesh is not None else 1)
         size = 1 if options.get("pp") and world() > 1 else len(rows) // row.micro_batches
         cut = [rows[i:i + size] for i in range(0, len(rows), size)]
-        _torchtitan.step(trainer, step + 1, [({key: each[list(part)] for key, each in inputs.items()}, labels[list(part)])
-                                             for part in cut])
+        _torchtitan.step(
+            trainer,
+            step + 1,
+            [({key: each[list(part)] for key, each in inputs.items()}, labels[list(part)]) for part in cut],
+        )
     watch.close()
 
 
-MODELS = {"Llama 3": ("llama3", {}), "Qwen 3": ("qwen3", {}), "DeepSeek-V3": ("deepseek_v3", {}), "gpt_oss": ("gpt_oss", dict(attn_backend="flex")),
-          "DeepSeek-V3 MTP": ("deepseek_v3", dict(num_mtp_layers=1)), "DeepSeek-V3 MTP 2": ("deepseek_v3", dict(num_mtp_layers=2)),
-          "Qwen 3 experts": ("qwen3", {})}
+MODELS = {
+    "Llama 3": ("llama3", {}),
+    "Qwen 3": ("qwen3", {}),
+    "DeepSeek-V3": ("deepseek_v3", {}),
+    "gpt_oss": ("gpt_oss", dict(attn_backend="flex")),
+    "DeepSeek-V3 MTP": ("deepseek_v3", dict(num_mtp_layers=1)),
+    "DeepSeek-V3 MTP 2": ("deepseek_v3", dict(num_mtp_layers=2)),
+    "Qwen 3 experts": ("qwen3", {}),
+}
 AXES = {  # words: ranks, by how many samples are divided, the Trainer's settings
     "tp 2": (2, 1, dict(tensor_parallel_degree=2, enable_sequence_parallel=False)),
     "tp 2, sequence parallel": (2, 1, dict(tensor_parallel_degree=2)),
     "FSDP2 2": (2, 2, dict(data_parallel_shard_degree=2)),
     "DDP 2": (2, 2, dict(data_parallel_replicate_degree=2, data_parallel_shard_degree=1)),
     "cp 2": (2, 1, dict(context_parallel_degree=2)),
-    "pp 2": (2, 1, dict(pipeline_parallel_degree=2, pipeline_parallel_microbatch_size=1, pipeline_parallel_schedule="1F1B")),
-    "FSDP2 2 x tp 2": (4, 2, dict(data_parallel_shard_degree=2, tensor_parallel_degree=2))}
+    "pp 2": (
+        2,
+        1,
+        dict(pipeline_parallel_degree=2, pipeline_parallel_microbatch_size=1, pipeline_parallel_schedule="1F1B"),
+    ),
+    "FSDP2 2 x tp 2": (4, 2, dict(data_parallel_shard_degree=2, tensor_parallel_degree=2)),
+}
 SPARSE_AXES = {
     "ep 2": (2, 2, dict(data_parallel_shard_degree=2, expert_parallel_degree=2)),
-    "tp 2, partial_dtensor": (2, 1, dict(tensor_parallel_degree=2, enable_sequence_parallel=False, spmd_backend="partial_dtensor"))}
+    "tp 2, partial_dtensor": (
+        2,
+        1,
+        dict(tensor_parallel_degree=2, enable_sequence_parallel=False, spmd_backend="partial_dtensor"),
+    ),
+}
 FLAVORS = {"Qwen 3 experts": "debugmodel_moe"}
 
 
@@ -103,4 +131,4 @@ def rows():
             family="llama3", flavor="debugmodel", axes=axes, group=True))
 
 
-ROWS = [*rows()]
+ROWS = sorted(rows(), key=lambda row: ("MTP" not in row.model, row.model != "gpt_oss", "DeepSeek" not in row.model))

@@ -23,7 +23,9 @@ def collate(samples):
 
     rows = {}
     for key, fill in (("input_ids", 0), ("labels", -100), ("attention_mask", 0)):
-        rows[key] = torch.nn.utils.rnn.pad_sequence([each[key] for each in samples], batch_first=True, padding_value=fill)
+        rows[key] = torch.nn.utils.rnn.pad_sequence(
+            [each[key] for each in samples], batch_first=True, padding_value=fill
+        )
         rows[key] = torch.nn.functional.pad(rows[key], (0, LENGTH - rows[key].shape[1]), value=fill)
     return rows
 
@@ -35,15 +37,30 @@ def trainer(row, folder, trainer_class=None, arguments=None, model=None, **more)
 
     many = world() > 1
     size = row.options.get("size", 2)
-    options = dict(per_device_train_batch_size=size, gradient_accumulation_steps=8 // (size * row.data if many else size),
-                   max_steps=STEPS, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
-                   learning_rate=1e-3, max_grad_norm=0.0, lr_scheduler_type="constant", optim="adamw_torch",
-                   remove_unused_columns=False, logging_strategy="no", train_sampling_strategy="sequential")
+    options = dict(
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=8 // (size * row.data if many else size),
+        max_steps=STEPS,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        learning_rate=1e-3,
+        max_grad_norm=0.0,
+        lr_scheduler_type="constant",
+        optim="adamw_torch",
+        remove_unused_columns=False,
+        logging_strategy="no",
+        train_sampling_strategy="sequential",
+    )
     options |= {**row.options.get("arguments", {}), **(dict(ddp_backend="gloo") if many else {})}
     args = (arguments or transformers.TrainingArguments)(str(folder / "trainer"), **options)
     sizes = row.options.get("sizes")
-    model = model or (loaded(row, folder, distributed_config=transformers.distributed.DistributedConfig(**sizes)) if sizes
-                      else toy(row, **row.options.get("config", {})))
+    model = model or (
+        loaded(row, folder, distributed_config=transformers.distributed.DistributedConfig(**sizes))
+        if sizes
+        else toy(row, **row.options.get("config", {}))
+    )
     seen = {}
 
     class Callback(transformers.TrainerCallback):
@@ -85,8 +102,18 @@ ROWS = [Row("trainer", "llama", over + words, trainer, data=2, options=dict(argu
         for over, sizes in SIZES.items() for words, arguments in ARGUMENTS.items()]
 ROWS += [Row("trainer", model, over, trainer, data=2, options=dict(sizes=sizes, alike=True))
          for model in ("qwen3", "gemma3_text", "mixtral") for over, sizes in SIZES.items()]
-ROWS += [Row("trainer", "mixtral", "DDP 2, router's loss", trainer, data=2, options=dict(
-    config=dict(output_router_logits=True))),
+ROWS += [
+    Row(
+        "trainer",
+        "mixtral",
+        "DDP 2, router's loss",
+        trainer,
+        data=2,
+        options=dict(config=dict(output_router_logits=True)),
+    ),
     Row("trainer", "llama", "tp 2", trainer, options=dict(sizes=dict(tp_size=2))),
     Row("trainer", "qwen3", "tp 2", trainer, options=dict(sizes=dict(tp_size=2))),
-    Row("trainer", "llama", "FSDP2 2 x tp 2", trainer, data=2, ranks=4, options=dict(sizes=dict(fsdp_size=2, tp_size=2)))]
+    Row(
+        "trainer", "llama", "FSDP2 2 x tp 2", trainer, data=2, ranks=4, options=dict(sizes=dict(fsdp_size=2, tp_size=2))
+    ),
+]

@@ -1,4 +1,4 @@
-"""transformers' own parallelism: `tp_plan="auto"` and DistributedConfig, of each causal family that builds at toy size."""
+"""transformers' own parallelism: `tp_plan="auto"` of each causal family that builds at toy size, and DistributedConfig."""
 
 from rows import Row, join, loop, rank, shake, world
 
@@ -22,8 +22,11 @@ SIZES = dict(  # by the names that configurations use; each takes those that it 
     moe_topk=2, moe_k=2, top_k_experts=2, first_k_dense_replace=1, n_group=1, topk_group=1, n_shared_experts=1,
     max_position_embeddings=64, n_positions=64, sliding_window=6, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     num_nextn_predict_layers=0, query_pre_attn_scalar=8, tie_word_embeddings=False, use_cache=False)
-LATENT = dict.fromkeys("axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa longcat_flash minicpm3 "
-                       "sarvam_mla youtu dots3_note_text bailing_hybrid kimi_linear".split(), dict(num_key_value_heads=4))
+LATENT = dict.fromkeys(
+    "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa longcat_flash minicpm3 "
+    "sarvam_mla youtu dots3_note_text bailing_hybrid kimi_linear".split(),
+    dict(num_key_value_heads=4),
+)
 MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_expand=2, mamba_n_groups=1, mamba_d_state=8)
 LINEAR = dict(linear_head_dim=8, linear_num_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
               linear_num_key_heads=2, linear_num_value_heads=4)
@@ -139,17 +142,31 @@ def clipped(row, folder):
 def of_sizes(model, words, m=1, **sizes):
     data = sizes.get("fsdp_size", 1) * sizes.get("dp_replicate_size", 1)
     ranks = data * sizes.get("tp_size", 1) * sizes.get("pp_size", 1)
-    return Row("transformers", model, words, distributed, micro_batches=m, ranks=ranks, data=data, options=dict(sizes=sizes))
+    return Row(
+        "transformers", model, words, distributed, micro_batches=m, ranks=ranks, data=data, options=dict(sizes=sizes)
+    )
 
 
-DENSE, SPARSE = "llama qwen3 gemma3_text glm4 phi3 cohere2".split(), "mixtral qwen3_moe deepseek_v3 gpt_oss glm4_moe".split()
-ROWS = [of_sizes(model, words, m, **sizes) for words, sizes in (
-    ("ep 4 of fsdp 2 x tp 2", dict(fsdp_size=2, tp_size=2, ep_size=4)), ("ep 2 of tp 2", dict(tp_size=2, ep_size=2)),
-    ("ep 2 of fsdp 2", dict(fsdp_size=2, ep_size=2)), ("ep 2 of fsdp 2 x tp 2", dict(fsdp_size=2, tp_size=2, ep_size=2)))
-    for m in (1, 2) for model in SPARSE]
+DENSE, SPARSE = (
+    "llama qwen3 gemma3_text glm4 phi3 cohere2".split(),
+    "mixtral qwen3_moe deepseek_v3 gpt_oss glm4_moe".split(),
+)
+ROWS = [
+    of_sizes(model, words, m, **sizes)
+    for words, sizes in (
+        ("ep 4 of fsdp 2 x tp 2", dict(fsdp_size=2, tp_size=2, ep_size=4)),
+        ("ep 2 of tp 2", dict(tp_size=2, ep_size=2)),
+        ("ep 2 of fsdp 2", dict(fsdp_size=2, ep_size=2)),
+        ("ep 2 of fsdp 2 x tp 2", dict(fsdp_size=2, tp_size=2, ep_size=2)),
+    )
+    for m in (1, 2)
+    for model in SPARSE
+]
 ROWS += [of_sizes("llama", "pp 2", pp_size=2), of_sizes("qwen3", "fsdp 2 x pp 2", fsdp_size=2, pp_size=2)]
 ROWS += [Row("transformers", model, "tp_plan 2, clipped", clipped) for model in DENSE[:3] + SPARSE[:2]]
-ROWS += [of_sizes(model, "hsdp 2 x 2", fsdp_size=2, dp_replicate_size=2) for model in ("llama", "gemma3_text", "mixtral")]
+ROWS += [
+    of_sizes(model, "hsdp 2 x 2", fsdp_size=2, dp_replicate_size=2) for model in ("llama", "gemma3_text", "mixtral")
+]
 ROWS += [of_sizes(model, "fsdp 2 x tp 2", m, fsdp_size=2, tp_size=2) for m in (1, 2) for model in DENSE + SPARSE[:3]]
 ROWS += [of_sizes(model, "fsdp 2", m, fsdp_size=2) for m in (1, 2) for model in DENSE + SPARSE]
 ROWS += [Row("transformers", model, "tp_plan 2", tp_plan, micro_batches=m)

@@ -16,7 +16,9 @@ def tokenizer():
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, VOCABULARY)}}
     made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
 
 
 def texts(count, salt, least=4):
@@ -24,7 +26,10 @@ def texts(count, salt, least=4):
 
     draw = torch.Generator().manual_seed(salt)
     lengths = [least + (5 * i + 3) % (LENGTH - least) for i in range(count)]
-    return [" ".join(f"w{int(each)}" for each in torch.randint(3, VOCABULARY, (length,), generator=draw)) for length in lengths]
+    return [
+        " ".join(f"w{int(each)}" for each in torch.randint(3, VOCABULARY, (length,), generator=draw))
+        for length in lengths
+    ]
 
 
 def model_of(row):

@@ -5,12 +5,14 @@ import pathlib
 import re
 
 FOUND = (  # library, what a wrong row's name and lines have in them, number in docs/FOUND.md
-    ("transformers", r"tp_plan.*(alpha_p|q_layernorm|k_layernorm|use_qk_norm)", "2"),
+    ("transformers", "hrm_text|inkling2", "8"), ("transformers", r"tp_plan.*(alpha_p|q_layernorm|k_layernorm|use_qk_norm)", "2"),
     ("transformers", r"^\S*-m2 .*(q_norm|k_norm)", "1"), ("peft", r"^\S*-m2 .*(q_norm|k_norm)", "1"),
     ("transformers", r"^\S*ep-\S*of-fsdp.*experts.* 2 times too small", "4"), ("torch", "divide", "4"),
     ("trainer", "FSDP2.*smoothing", "3"), ("torchtitan", "MTP-2", "6"), ("torchtitan", "MTP.*eh_proj", "5"),
     ("torchtitan", "gpt_oss.*tp-2", "7"))
-ASKED = {("trainer", "tokens-averaged-a-rank"): "as its argument asks: "}  # no fault
+ASKED = {("trainer", "tokens-averaged-a-rank"): "as its argument asks: ",  # no fault
+         ("accelerate", "scheduler"): "as its documentation says, a move a process: ",
+         ("torchtitan", "pp-2"): "of gradients that are right: "}
 HEAD = """# Which libraries train over ranks as in one process
 
 {count} configurations of {libraries} libraries, each trained for three steps in one process and over two or four ranks
@@ -53,7 +55,9 @@ def plain(text: str, most: int = 150) -> str:
 def found(row: dict) -> str:
     text = f"{row['row']} {' '.join(row['lines'])}"
     number = next((n for library, words, n in FOUND if library == row["library"] and re.search(words, text)), "")
-    asked = next((words for (library, name), words in ASKED.items() if library == row["library"] and name in row["row"]), "")
+    asked = next(
+        (words for (library, name), words in ASKED.items() if library == row["library"] and name in row["row"]), ""
+    )
     return f"[{number}](FOUND.md#{number}): " if number else asked
 
 
@@ -85,8 +89,11 @@ def write(rows: list[dict], path: pathlib.Path) -> None:
     for name, each in libraries.items():
         counts = collections.Counter(map(outcome, each))
         versions = ", ".join(f"{key} {value}" for key, value in each[-1]["versions"].items())
-        text += (f"\n## {name}\n\n{versions}: {', '.join(f'{n} {kind}' for kind, n in counts.most_common())}.\n\n"
-                 "| model | over | m | ranks | exact | wrong | refused or does not run | only with a patch of | compared | off | s |\n"
-                 "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n")
+        text += (
+            f"\n## {name}\n\n{versions}: {', '.join(f'{n} {kind}' for kind, n in counts.most_common())}.\n\n"
+            "| model | over | m | ranks | exact | wrong | refused or does not run "
+                 "| only with a patch of | compared | off | s |\n"
+            "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+        )
         text += "".join(line(row) + "\n" for row in each)
     path.write_text(text)

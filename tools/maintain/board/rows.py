@@ -1,7 +1,7 @@
 """A row of the scoreboard, and what its runs have in common: batches, the loop, and what is recorded of a step.
 
-A recipe module, `of_LIBRARY.py`, imports nothing of its library at the top, so that rows can be listed without it. It has
-NEEDS (what pip installs), ROWS, and perhaps `prepare()`, which a process calls once, before it starts ranks.
+A recipe module, `of_LIBRARY.py`, imports nothing of its library at the top, so that rows can be listed without it. It
+has NEEDS (what pip installs), ROWS, and perhaps `prepare()`, which a process calls once, before it starts ranks.
 """
 
 import dataclasses

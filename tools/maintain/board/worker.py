@@ -1,4 +1,4 @@
-"""Runs rows of one library in this environment, each in one process and then in its ranks, and prints one JSON line a row.
+"""Runs rows of one library in this environment, each in one process and then in its ranks: one JSON line a row.
 
     python tools/maintain/board/worker.py LIBRARY [--rows NAME...] [--keep FOLDER]
 
@@ -24,8 +24,14 @@ import traceback
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[2])]
 PATIENCE = 150  # seconds for all ranks of a run
-LATE = ("numpy", "same_numbers.__main__", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-        "torch.distributed.checkpoint.state_dict")
+LATE = (
+    "numpy",
+    "same_numbers.__main__",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint.state_dict",
+)
 QUIET = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu",
          "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled", "PYTHONHASHSEED": "0"}
 
