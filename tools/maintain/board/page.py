@@ -59,7 +59,7 @@ def found(row: dict) -> str:
     asked = next(
         (words for (library, name), words in ASKED.items() if library == row["library"] and name in row["row"]), ""
     )
-    return f"[{number}](FOUND.md#{number}): " if number else asked
+    return f"[{number}](FOUND.md#fault-{number}): " if number else asked
 
 
 def line(row: dict) -> str:
