@@ -111,7 +111,7 @@ def place_cuts(places: dict[str, Place], everyone: list[dict], rank: int) -> Non
         keys = list(sizes) if isinstance(own, str) else sorted(sizes)  # fingerprints are in the order of ranks
         before, total = sum(sizes[key] for key in keys[: keys.index(own)]), sum(sizes.values())
         shape, index = places[name]
-        steps = torch.arange(length).view(stride, -1) + before // stride
+        steps = torch.arange(length // stride) + before // stride
         index[dim] = (steps + torch.arange(stride)[:, None] * (total // stride)).flatten()
         places[name] = (*shape[:dim], total, *shape[dim + 1 :]), index
 

@@ -259,3 +259,15 @@ def test_thousands_of_small_parameters_take_no_time(monkeypatch, tmp_path, capsy
         train(monkeypatch, tmp_path / folder, made=Many, steps=1)
     half, found = time.process_time() - start, compare(monkeypatch, capsys, tmp_path)
     assert found[0] == 0 and half < 10 and time.process_time() - start - half < 10, (half, found)
+
+
+def test_a_gated_matrix_of_megatron_is_cut_in_both_of_its_halves():
+    """partition_stride 2: each rank has a part of the gates, then a part of the rest."""
+    from same_numbers.frameworks import place_cuts
+
+    for everyone, wanted in (([{"up": (0, 0, 8, 2)}], [[*range(8)]]),
+                             ([{"up": (0, rank, 4, 2)} for rank in (0, 1)], [[0, 1, 4, 5], [2, 3, 6, 7]])):
+        for rank, rows in enumerate(wanted):
+            places = {"up": ((len(rows), 3), [torch.arange(len(rows)), torch.arange(3)])}
+            place_cuts(places, everyone, rank)
+            assert places["up"][1][0].tolist() == rows

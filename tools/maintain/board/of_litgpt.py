@@ -5,8 +5,8 @@ from rows import VOCABULARY, Row, loop, rank, shake, world
 
 NEEDS, SHOWN = ("torch==2.13.0", "litgpt==0.5.13"), ("litgpt", "lightning")
 SIZES = dict(block_size=16, vocab_size=VOCABULARY, padded_vocab_size=VOCABULARY, n_layer=2, n_head=4, n_embd=32)
-LLAMA = dict(SIZES, n_query_groups=2, rotary_percentage=1.0, parallel_residual=False, bias=False, norm_class_name="RMSNorm",
-             mlp_class_name="LLaMAMLP", intermediate_size=64)
+LLAMA = dict(SIZES, n_query_groups=2, rotary_percentage=1.0, parallel_residual=False, bias=False,
+             norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP", intermediate_size=64)
 MODELS = {"pythia": SIZES, "llama": LLAMA, "qwen3": dict(LLAMA, norm_qk=True),
           "gemma": dict(LLAMA, scale_embeddings=True, mlp_class_name="GemmaMLP", attention_logit_softcapping=50.0),
           "mixtral": dict(LLAMA, mlp_class_name="LLaMAMoE", n_expert=4, n_expert_per_token=2)}

@@ -75,6 +75,16 @@ def full_of(param, grad):
     return torch.cat(parts, param.partition_dim)
 
 
+def forward_step(batches, model):
+    """As Megatron's schedules call it: (output, a function to the loss)."""
+    import torch
+
+    ids = next(batches)
+    mask, positions = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1), torch.arange(12).expand(len(ids), 12)
+    out = model(ids, positions, mask, labels=ids.roll(-1, 1))
+    return out, lambda losses: ((loss := losses[:, :-1].mean()), {"loss": float(loss.detach())})
+
+
 def gpt(row, folder):
     import torch
     from megatron.core import parallel_state
@@ -113,12 +123,6 @@ def gpt(row, folder):
                   whole_name=lambda name: whole_name(name, model, config))
     run, data = get_forward_backward_func(), parallel_state.get_data_parallel_rank()
     config.finalize_model_grads_func = finalize_model_grads
-    mask, positions = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1), torch.arange(12)[None]
-
-    def forward_step(batches, model):
-        ids = next(batches)
-        out = model(ids, positions.expand(len(ids), 12), mask, labels=ids.roll(-1, 1))
-        return out, lambda losses: ((loss := losses[:, :-1].mean()), {"loss": float(loss.detach())})
     for step in range(STEPS):
         parts = micro_batches(row, step, data)
         wrapped.zero_grad_buffer()

@@ -27,8 +27,8 @@ def train(row, folder):
 
         options["block_name"] = TransformerBlockType(options["block_name"])
     model = TransformerConfig.llama_like(
-        d_model=32, vocab_size=VOCABULARY, n_layers=2, n_heads=4, hidden_size_multiple_of=64, dtype=DType.float32, **options
-    ).build(init_device="cpu")
+        d_model=32, vocab_size=VOCABULARY, n_layers=2, n_heads=4, hidden_size_multiple_of=64, dtype=DType.float32,
+        **options).build(init_device="cpu")
     model, data_rank = model.to(getattr(torch, row.dtype)), 0
     if world() > 1:
         join()

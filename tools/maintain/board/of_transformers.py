@@ -1,4 +1,4 @@
-"""transformers' own parallelism: `tp_plan="auto"` of each causal family that builds at toy size, and DistributedConfig."""
+"""transformers' own parallelism: `tp_plan="auto"` of each causal family that builds at toy size; DistributedConfig."""
 
 from rows import Row, join, loop, rank, shake, world
 

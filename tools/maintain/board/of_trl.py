@@ -4,8 +4,8 @@ import of_trainer
 from of_transformers import config_of, prepare  # noqa: F401
 from rows import LENGTH, STEPS, VOCABULARY, Row, shake
 
-NEEDS = ("torch==2.13.0", "trl==1.16.0", "transformers==5.24.0", "accelerate==1.15.0", "peft==0.21.2", "datasets==5.2.0",
-         "numpy==2.4.6")
+NEEDS = ("torch==2.13.0", "trl==1.16.0", "transformers==5.24.0", "accelerate==1.15.0", "peft==0.21.2",
+         "datasets==5.2.0", "numpy==2.4.6")
 SHOWN = ("trl", "transformers")
 
 

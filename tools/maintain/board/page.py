@@ -5,7 +5,8 @@ import pathlib
 import re
 
 FOUND = (  # library, what a wrong row's name and lines have in them, number in docs/FOUND.md
-    ("transformers", "hrm_text|inkling2", "8"), ("transformers", r"tp_plan.*(alpha_p|q_layernorm|k_layernorm|use_qk_norm)", "2"),
+    ("transformers", "hrm_text|inkling2", "8"),
+    ("transformers", r"tp_plan.*(alpha_p|q_layernorm|k_layernorm|use_qk_norm)", "2"),
     ("transformers", r"^\S*-m2 .*(q_norm|k_norm)", "1"), ("peft", r"^\S*-m2 .*(q_norm|k_norm)", "1"),
     ("transformers", r"^\S*ep-\S*of-fsdp.*experts.* 2 times too small", "4"), ("torch", "divide", "4"),
     ("trainer", "FSDP2.*smoothing", "3"), ("torchtitan", "MTP-2", "6"), ("torchtitan", "MTP.*eh_proj", "5"),
@@ -58,7 +59,7 @@ def found(row: dict) -> str:
     asked = next(
         (words for (library, name), words in ASKED.items() if library == row["library"] and name in row["row"]), ""
     )
-    return f"[{number}](FOUND.md#{number}): " if number else asked
+    return f"[{number}](FOUND.md#fault-{number}): " if number else asked
 
 
 def line(row: dict) -> str:
