@@ -25,7 +25,7 @@ def go(rank, folder):
         torch.manual_seed(0)
         auto.from_config(transformers.AutoConfig.for_model(kind, **SIZES, **more)).save_pretrained(f"{folder}/{kind}")
         dist.barrier()  # rank 0 has saved it
-        one, many = (auto.from_pretrained(f"{folder}/{kind}", dtype=torch.float64, tp_plan=how) for how in (None, "auto"))
+        one, many = (auto.from_pretrained(f"{folder}/{kind}", dtype=torch.float64, tp_plan=p) for p in (None, "auto"))
         [model(input_ids=ids, labels=ids).loss.backward() for model in (one, many)]
         for (name, p), q in zip(one.named_parameters(), many.parameters()):
             dist.all_reduce(total := (own := getattr(q.grad, "full_tensor", lambda: q.grad)()).clone())
