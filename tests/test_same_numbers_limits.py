@@ -271,3 +271,33 @@ def test_a_gated_matrix_of_megatron_is_cut_in_both_of_its_halves():
             places = {"up": ((len(rows), 3), [torch.arange(len(rows)), torch.arange(3)])}
             place_cuts(places, everyone, rank)
             assert places["up"][1][0].tolist() == rows
+
+
+def test_the_scoreboards_page_is_made_of_its_rows(tmp_path):
+    import importlib.util
+    import json
+
+    from launch import ROOT
+
+    spec = importlib.util.spec_from_file_location("page", ROOT / "tools" / "maintain" / "board" / "page.py")
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    rows = [json.loads(line) for line in (ROOT / "docs" / "scoreboard.jsonl").read_text().splitlines()]
+    page.write(rows, tmp_path / "page.md")
+    assert (tmp_path / "page.md").read_text() == (ROOT / "docs" / "SCOREBOARD.md").read_text(), "scoreboard.py --page"
+    assert not [row["row"] for row in rows if row.get("code") == 0 and not row["steps"] * row["gradients"] * row["samples"]]
+
+
+def test_scripts_of_what_was_found_are_short_and_say_what_they_lack(tmp_path):
+    import subprocess
+
+    from launch import ROOT
+
+    (tmp_path / "transformers.py").write_text("raise ImportError('not here')\n")
+    (tmp_path / "torchtitan.py").write_text("raise ImportError('not here')\n")
+    for path in (ROOT / "same_numbers" / "found").glob("[!_]*.py"):
+        assert len(path.read_text().splitlines()) <= 40 and path.name in (ROOT / "docs" / "FOUND.md").read_text(), path
+    for name in ("tp_accumulation", "torchtitan_mtp"):
+        ran = subprocess.run([sys.executable, ROOT / "same_numbers" / "found" / f"{name}.py"], capture_output=True, text=True,
+                             env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"}, timeout=100)
+        assert ran.returncode == 2 and "needs" in ran.stdout, ran.stdout + ran.stderr

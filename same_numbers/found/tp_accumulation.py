@@ -1,5 +1,4 @@
 """transformers, tp_plan="auto": from the second micro-batch on, gradients of Qwen 3's q_norm and k_norm are wrong.
-
 python same_numbers/found/tp_accumulation.py (exit code 0: the fault is there; 3: it is gone; 2: it can't be tried)"""
 import os
 import sys

@@ -1,5 +1,4 @@
 """transformers, tp_plan="auto": what plans leave out between divided layers keeps its own rank's part of the gradient.
-
 python same_numbers/found/tp_missing_rules.py (exit code 0: the fault is there; 3: it is gone; 2: it can't be tried)"""
 import os
 import sys
@@ -26,7 +25,7 @@ def go(rank, folder):
         torch.manual_seed(0)
         auto.from_config(transformers.AutoConfig.for_model(kind, **SIZES, **more)).save_pretrained(f"{folder}/{kind}")
         dist.barrier()  # rank 0 has saved it
-        one, many = (auto.from_pretrained(f"{folder}/{kind}", dtype=torch.float64, tp_plan=plan) for plan in (None, "auto"))
+        one, many = (auto.from_pretrained(f"{folder}/{kind}", dtype=torch.float64, tp_plan=p) for p in (None, "auto"))
         [model(input_ids=ids, labels=ids).loss.backward() for model in (one, many)]
         for (name, p), q in zip(one.named_parameters(), many.parameters()):
             dist.all_reduce(total := (own := getattr(q.grad, "full_tensor", lambda: q.grad)()).clone())
@@ -38,5 +37,4 @@ def go(rank, folder):
 
 if __name__ == "__main__":
     torch.multiprocessing.spawn(go, (folder := tempfile.mkdtemp(),), nprocs=2)
-    is_there = os.path.exists(f"{folder}/wrong")
-    sys.exit(0 if is_there else print("mended in transformers", transformers.__version__) or 3)
+    sys.exit(0 if os.path.exists(f"{folder}/wrong") else print("mended in transformers", transformers.__version__) or 3)

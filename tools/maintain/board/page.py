@@ -6,7 +6,7 @@ import re
 
 FOUND = (  # library, what a wrong row's name and lines have in them, number in docs/FOUND.md
     ("transformers", "hrm_text|inkling2", "8"),
-    ("transformers", r"tp_plan.*(alpha_p|q_layernorm|k_layernorm|use_qk_norm)", "2"),
+    ("transformers", r"use_qk_norm|tp_plan.*(alpha_p|q_layernorm|k_layernorm)", "2"),
     ("transformers", r"^\S*-m2 .*(q_norm|k_norm)", "1"), ("peft", r"^\S*-m2 .*(q_norm|k_norm)", "1"),
     ("transformers", r"^\S*ep-\S*of-fsdp.*experts.* 2 times too small", "4"), ("torch", "divide", "4"),
     ("trainer", "FSDP2.*smoothing", "3"), ("torchtitan", "MTP-2", "6"), ("torchtitan", "MTP.*eh_proj", "5"),
