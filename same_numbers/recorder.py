@@ -55,7 +55,7 @@ class Recorder:
         is_many = dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if is_many else (0, 1)
         self.optimizers, self.folder = optimizers(optimizer), pathlib.Path(folder).absolute()
-        self.next, self.last, self.is_over = first_step, first_step + steps - 1, False
+        self.first, self.next, self.last, self.is_over = first_step, first_step, first_step + steps - 1, False
         self.gradient, self.save_gradients = gradient or frameworks.gradient_of, save_gradients
         self.modules = list(model) if isinstance(model, (list, tuple)) else [model]
         aliases = self.find_parameters(parts or (lambda name: None))
@@ -95,7 +95,7 @@ class Recorder:
         for name, each in self.outputs.modules.items() if not is_compiled else ():
             hooks.append(each.register_forward_hook(functools.partial(self.after_module, name)))
         if not any(hasattr(param, "ds_id") for param in self.params.values()):
-            close = weakref.WeakMethod(self.close)  # at the end of the process, also of a forked one
+            close = weakref.WeakMethod(self.at_end)  # at the end of the process, also of a forked one
             multiprocessing.util.Finalize(None, lambda: (found := close()) and found(), exitpriority=1)
         return hooks
 
@@ -219,9 +219,14 @@ class Recorder:
                 hook.remove()
 
     def close(self) -> None:
-        """Records what the last step has changed, where the training ends with it. The end of the process calls it."""
-        if self.next > self.last and self.folder.is_dir():
+        """Records what the last step has changed, where the training ends with it."""
+        if self.next > self.first and self.folder.is_dir():
             self.finish()
+
+    def at_end(self) -> None:
+        """Of the process: a step that was not the last may have been left before the optimizer's."""
+        if self.next > self.last:
+            self.close()
 
 
 def random_state() -> str:
