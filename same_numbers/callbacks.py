@@ -81,6 +81,7 @@ def lightning(folder, **options):
 
         def on_train_end(self, trainer, module):
             self.recorder.close()
+            vars(module).pop("configure_gradient_clipping", None)  # the class has it again
 
     return Record()
 

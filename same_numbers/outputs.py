@@ -34,13 +34,15 @@ class Outputs:
 
     def begin(self, ids: torch.Tensor | None) -> None:
         """With the forward of a micro-batch of these token ids."""
-        self.samples = set() if ids is None else {ids.shape[0], own_part(ids).shape[0]}
+        self.samples = set() if ids is None else {ids.size(0), own_part(ids).size(0)}
 
     def add(self, name: str, output, at_output) -> None:
         """Of a micro-batch's forward; at_output is add_gradient(). What is computed again in backward is left out."""
         whole = next((each for each in tensors(output) if each.is_floating_point()), None)
         is_again = getattr(torch._C, "_current_graph_task_id", lambda: -1)() >= 0  # in backward. The name may go
-        if whole is None or whole.ndim < 2 or whole.is_meta or whole.is_nested or is_again or not torch.is_grad_enabled():
+        if is_again or not torch.is_grad_enabled():
+            return
+        if whole is None or whole.ndim < 2 or whole.is_meta or whole.is_nested:
             return
         shape, index = frameworks.placed(whole)
         like, placements = types.SimpleNamespace(), getattr(whole, "placements", ())

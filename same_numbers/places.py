@@ -27,11 +27,16 @@ class Found(NamedTuple):
     extent: str = ""  # in words: of which samples, by how much
 
 
+def inputs(record: dict) -> list[str]:
+    """What the model was given: a batch may be several tensors, each with digests of its own."""
+    return record.get("inputs") or record["samples"]
+
+
 def rows_of(records: list[dict], known: list[str], names: dict[str, str] | None = None) -> dict[str, dict]:
     """module -> sample -> its rows. A sample is known by its digest or, where ranks see parts, by its number."""
     found = {}
     for rank, record in enumerate(records):
-        samples = record["samples"]
+        samples = inputs(record)
         for name, kept in record["outputs"].items():
             rows = [Row(rank, kept["shape"], kept["bounds"], *pair) for pair in zip(kept["output"], kept["gradient"])]
             keys = samples if samples and {*samples} <= {*known} and len(samples) == len(rows) else known
@@ -83,7 +88,7 @@ def where(a: list[dict], b: list[dict], noise: float, is_loss_right: bool | None
     """In words, of the records of a step; "" where no modules were recorded. `is_alone`: each part has one rank."""
     own = {name: () for record in b for name in record["outputs"]}
     names = match(own, {name: () for record in a for name in record["outputs"]})
-    known = [sample for record in a for sample in record["samples"]]
+    known = [sample for record in a for sample in inputs(record)]
     known = known or [str(i) for i in range(max((len(each["output"]) for each in a[0]["outputs"].values()), default=0))]
     one = rows_of(a, known)
     many = rows_of(b, known, {name: names.get(name, name) for name in own})

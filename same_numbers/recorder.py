@@ -198,6 +198,7 @@ class Recorder:
             "whole": self.save_gradients and {name: frameworks.local(each, self.params[name])
                                               for name, each in gradients.items()},
             "partial": self.partial, "samples": self.seen if batch is None else digests(batch),
+            "inputs": self.seen,
             "microbatches": max(self.forwards.values(), default=0), "loss": number(loss), "norm": number(norm),
             "settings": [settings(group) for group in used],
             "groups": {name: of[id(param)] for name, param in self.params.items() if id(param) in of},

@@ -126,11 +126,12 @@ def judge_updates(step: Step, before: Step, start: Step) -> list[Finding | Note]
 
 def is_vague(before: Step, sizes: dict[str, float], count: int) -> bool:
     """Whether updates are as much apart as those of an optimizer that computes in bfloat16, as Muon does: of matrices,
-    while others are right or its settings are known: without betas, which is to look at each number alone."""
+    while others are right or its settings are known to be Muon's: a momentum, and nothing of SGD's or RMSprop's."""
     shapes = [before.pair.one.info[name]["shape"] for name in sizes]
     known = [each for records in (before.a, before.b) for name in sizes for each in settings(records, name)]
     return max(sizes.values()) <= IN_BFLOAT16 and all(len(shape) > 1 for shape in shapes) and (
-        len(sizes) < count or all(known)) and not any("betas" in each for each in known)
+        len(sizes) < count or all(known)) and all("momentum" in each and not each.keys() & {
+            "betas", "dampening", "alpha"} for each in known if each)  # as Muon has it, but for SGD and RMSprop
 
 
 def last_update(before: Step, start: Step) -> list[Finding | Note]:

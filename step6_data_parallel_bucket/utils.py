@@ -63,7 +63,8 @@ def one_clear_error(out_of_memory: str = "choose a smaller model"):
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):  # of a GPU, of the CPU
             error = f"out of memory ({str(error).splitlines()[0]}): {out_of_memory}"
         elif isinstance(error, OSError) and error.errno in NO_ROOM:
-            error = f"can't write {error.filename or 'what is printed'} ({error.strerror}): make room there"
+            place = error.filename or "a file, or what is printed"
+            error = f"can't write {place} ({error.strerror}): make room there (`df -h` shows which disk is full)"
         elif not isinstance(error, UserError):
             if "by peer" in str(error):  # another rank has ended, which says why: torchrun ends this one, too
                 time.sleep(5)

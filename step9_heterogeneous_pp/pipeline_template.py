@@ -52,6 +52,8 @@ def names_of(package: str) -> Iterator[None]:
     try:
         yield
     except (ImportError, AttributeError, TypeError) as error:
+        if isinstance(error, TypeError) and not newer_than_tried(package):
+            raise  # of a version that was tried: a fault of this program, or of a file
         raise UserError(f"{package} no longer has what is used of it ({error}): pip install -c constraints.txt "
                         f"{package}{newer_than_tried(package)}") from error
 

@@ -85,7 +85,7 @@ class ProcessGroupManager:
         if ranks not in self.groups:
             members = ranks if self.global_rank in ranks else [self.global_rank]  # so that all make as many
             self.groups[ranks] = dist.new_group(members, timeout, use_local_synchronization=True)
-            if dist.get_backend() == "nccl":  # connects at its first use, and blocks
+            if self.global_rank in ranks and dist.get_backend() == "nccl":  # connects at its first use, and blocks
                 dist.all_reduce(torch.zeros(1, device="cuda"), group=self.groups[ranks])
         return self.groups[ranks] if self.global_rank in ranks else None
 

@@ -166,7 +166,8 @@ def test_what_is_printed_goes_to_a_full_disk(capsys, monkeypatch, step):
         import utils
     with pytest.raises(SystemExit) as end, open("/dev/full", "wb", buffering=0) as full, utils.one_clear_error():
         full.write(b"a line")
-    error = "error: can't write what is printed (No space left on device): make room there\n"
+    error = ("error: can't write a file, or what is printed (No space left on device): make room there (`df -h` shows "
+             "which disk is full)\n")
     assert (end.value.code, capsys.readouterr().err) == (2, error)
 
 

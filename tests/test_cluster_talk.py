@@ -339,16 +339,18 @@ def test_mistakes(folder, ranks, words, message):
     assert len(re.findall("^error: ", done.stderr, re.MULTILINE)) == 1, done.stderr
 
 
-@pytest.mark.parametrize("dtype, device, chosen, expected", [
-    ("auto", "cuda", torch.float32, "float32"), ("auto", "cuda", torch.bfloat16, "auto"),
-    ("auto", "cpu", torch.float32, "auto"), ("bfloat16", "cuda", torch.float32, "bfloat16")])
-def test_weights_on_a_gpu_without_bfloat16(monkeypatch, dtype, device, chosen, expected):
-    """Where step 9 chooses float32 on a GPU, the weights are in float32, too, and not as they are stored."""
+@pytest.mark.parametrize("dtype, device, chosen, stored, expected", [
+    ("auto", "cuda", torch.float32, torch.bfloat16, "float32"), ("auto", "cuda", torch.float32, torch.float16, "auto"),
+    ("auto", "cuda", torch.bfloat16, torch.bfloat16, "auto"), ("auto", "cpu", torch.float32, torch.bfloat16, "auto"),
+    ("bfloat16", "cuda", torch.bfloat16, torch.bfloat16, "bfloat16")])
+def test_weights_on_a_gpu_without_bfloat16(monkeypatch, dtype, device, chosen, stored, expected):
+    """Where step 9 chooses float32 on a GPU, weights that are stored in bfloat16 are in float32, too; others stay."""
     class Made(Exception):
         pass
 
     def make(args, *_):
-        raise Made(args.dtype)
+        facts = types.SimpleNamespace(config=types.SimpleNamespace(dtype=stored))
+        raise Made(make_stage.dtype_here(args, facts))
 
     monkeypatch.setattr(talk, "meet", lambda args: (torch.device(device), chosen))
     monkeypatch.setattr(talk, "drawing", lambda args: {})

@@ -144,8 +144,25 @@ class Opaque:
         inner = torch.optim.AdamW(*args, **settings)
 
 
-class Coarse(torch.optim.SGD):
-    """Matrices move as in bfloat16, `apart` by noise. What else there is moves exactly."""
+class Coarse(torch.optim.Optimizer):
+    """Matrices move as in bfloat16, `apart` by noise. What else there is moves exactly. Its settings are as Muon's."""
+
+    def __init__(self, params, lr, apart=0.0):
+        self.apart = apart
+        super().__init__(params, {"lr": lr, "momentum": 0.0})
+
+    @torch.no_grad()
+    def step(self):
+        for param in [each for each in self.param_groups[0]["params"] if each.grad is not None]:
+            change = param.grad.clone()
+            if param.ndim > 1:
+                noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(7)).to(param)
+                change += noise * self.apart * change.norm() / noise.norm()
+            param -= self.param_groups[0]["lr"] * change
+
+
+class OfNumbers(torch.optim.SGD):
+    """SGD, of which matrices move otherwise. It looks at each number alone, so nothing excuses that."""
 
     def __init__(self, params, lr, apart=0.0):
         self.apart = apart
@@ -153,8 +170,8 @@ class Coarse(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self):
-        for param in self.param_groups[0]["params"]:
-            if param.ndim > 1 and param.grad is not None:
+        for param in [each for each in self.param_groups[0]["params"] if each.grad is not None]:
+            if param.ndim > 1:
                 noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(7)).to(param)
                 param.grad.add_(noise * self.apart * param.grad.norm() / noise.norm())
         super().step()
@@ -168,6 +185,7 @@ CASES |= {
     "unknown rate": (dict(kind=Opaque), dict(lr=2e-3), 1, "is the learning rate 2 times as large when the optimizer steps?"),
     "unknown decay": (dict(kind=Opaque), dict(adam={"weight_decay": 0.5}), 1, "times the weights themselves: is it another"),
     "coarse": (dict(kind=Coarse), dict(adam={"apart": 0.05}), 0, "of right gradients they differ by up to 0.0"),
+    "numbers": (dict(kind=OfNumbers), dict(adam={"apart": 0.05}), 1, "up.weight, down.weight: not as they should"),
     "shards": (dict(kind=Coarse), dict(adam={"apart": 0.5}), 1, "an optimizer that needs whole matrices (Muon)"),
     "norm of rounded ones": (dict(norm=1.0), dict(norm=1.0, change=lambda model, step: [
         param.grad.copy_(param.grad.float()) for param in model.parameters() if param.grad is not None]), 0, "something"),

@@ -163,7 +163,8 @@ class Checkpointer:
                     forget_older(self.folder, step, self.keep)
         except UserError as problem:
             shutil.rmtree(unfinished, ignore_errors=True)
-            self.say(f"the checkpoint of step {step} could not be written ({problem}): make room; " + (
+            remedy = ": make room" * any(word in str(problem) for word in ("No space left", "quota"))
+            self.say(f"the checkpoint of step {step} could not be written ({problem}){remedy}; " + (
                 f"the last one is that of step {self.written}" if self.written else "there is none yet"))
         except RuntimeError as problem:  # another rank is gone, which the training meets as well
             self.is_broken = True

@@ -33,7 +33,7 @@ python3 --version >&2; exit 127"""
 FOLDERS = re.compile(r"\.(ci|github|tours)|assets|beyond|cluster|docs|exercises|same_numbers|step\d+_\w+|tests|tools")
 FILES = re.compile(r"(README|CONTRIBUTING)\.md|LICENSE|setup\.py|pytest\.ini|constraints\.txt|Dockerfile\.torchx|"
                    r"\.(git|docker|torchx)ignore|\.torchxconfig")
-KINDS = re.compile(r"run|[^.].*\.(css|html|ini|m?js|json|md|png|py|sbatch|sh|toml|tour|txt|typed|ya?ml)")
+KINDS = re.compile(r"run|LICENSE|[^.].*\.(css|html|ini?|m?js|jsonl?|md|png|py|sbatch|sh|toml|tour|txt|typed|ya?ml)")
 OTHERS = re.compile(r"\..*|__pycache__|.*\.egg-info|node_modules|site-packages|runs|logs|wandb|mine|build")
 LARGEST = 1 << 20  # bytes of a file
 

@@ -50,7 +50,7 @@ def make_stage(args, device: torch.device) -> tuple[PipelineStage, object]:
                         "in one process only: start generate.py without torchrun, or set it to 1")
     with pgm.together():
         tokenizer = read_tokenizer(facts.tokenizer) if is_home() else None
-    model = make_model(facts, args.dtype)
+    model = make_model(facts, dtype_here(args, facts))
     print_banner(device, model.dtype)
     free = gather(free_memory(device))
     try:
@@ -86,6 +86,12 @@ def read_facts(args, whole: str | None) -> Facts:
     config.output_router_logits = False  # for the loss of a mixture of experts' router
     return Facts(base, tokenizer, config, generation_config,
                  adapter and (adapter, read_json(os.path.join(adapter, ADAPTER_CONFIG), dict)))
+
+
+def dtype_here(args, facts: Facts) -> str:
+    """--dtype, but float32 for weights that are stored in bfloat16, where the GPU has that by emulation only."""
+    is_emulated = args.lacks_bfloat16 and facts.config.dtype == torch.bfloat16
+    return "float32" if args.dtype == "auto" and is_emulated else args.dtype
 
 
 def make_model(facts: Facts, dtype: str) -> torch.nn.Module:

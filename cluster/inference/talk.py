@@ -31,8 +31,7 @@ Talk = list[dict[str, str]]  # messages, as a chat template takes them
 def generate_all(args) -> None:
     """What generate.py does. Collective. Raises UserError, also where another rank is lost."""
     device, dtype = meet(args)
-    if args.dtype == "auto" and device.type == "cuda" and dtype == torch.float32:  # it has no bfloat16 in hardware
-        args.dtype = "float32"
+    args.lacks_bfloat16 = device.type == "cuda" and dtype == torch.float32  # by step 9's choice, or as asked for
     settings = drawing(args), args.seed, dist.new_group(backend="gloo", timeout=FOREVER)
     if dist.get_world_size() == 1:
         generator = WholeModel(args, device, *settings)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from inference.find import read_tokenizer, reading
-from inference.make_stage import add_adapters, make_model, read_adapters, read_facts, require_memory
+from inference.make_stage import add_adapters, dtype_here, make_model, read_adapters, read_facts, require_memory
 from ranks.memory import free_memory
 from ranks.progress import progress
 from stage_weights import UNPACKED
@@ -23,12 +23,12 @@ class WholeModel:
         disable_progress_bar()
         set_tqdm_hook(lambda _, items, settings: progress("loading weights", *items))
         facts = read_facts(args, None)
-        self.tokenizer, model = read_tokenizer(facts.tokenizer), make_model(facts, args.dtype)
+        self.tokenizer, model = read_tokenizer(facts.tokenizer), make_model(facts, dtype := dtype_here(args, facts))
         if not hasattr(facts.config, "quantization_config"):  # whose weights are smaller
             require_memory([sum(param.nbytes for param in model.parameters())], [free_memory(device)])
         adapters = facts.adapter and read_adapters(model, *facts.adapter)
         with reading(facts.base):
-            model, found = AutoModelForCausalLM.from_pretrained(facts.base, dtype=args.dtype, output_loading_info=True)
+            model, found = AutoModelForCausalLM.from_pretrained(facts.base, dtype=dtype, output_loading_info=True)
         if missing := sorted(found["missing_keys"]):
             raise UserError(f"{facts.base} has no weights for {missing[0]}: take a whole model that writes text")
         if scales := [name for name in found["unexpected_keys"] if "scale" in name]:

@@ -184,8 +184,8 @@ class Listener:
                 if sock:
                     self.forget(sock)
                     sock.close()
-                if not self.send_away():
-                    time.sleep(0.1)
+                self.send_away()
+                time.sleep(0.1)  # until its thread has closed it: else all would be sent away
 
     def send_away(self) -> bool:
         """The oldest stranger of the address that has most of them. Whether there was one."""

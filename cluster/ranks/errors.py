@@ -55,7 +55,7 @@ def full_disks_as_user_errors():
     except OSError as error:
         if error.errno not in exits.OF_A_FULL_DISK:
             raise
-        raise UserError(f"can't write {error.filename or 'all that is printed'} ({error.strerror}): make room, or "
+        raise UserError(f"can't write {error.filename or 'a file, or what is printed'} ({error.strerror}): make room, or "
                         "write elsewhere") from None
 
 

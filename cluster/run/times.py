@@ -146,8 +146,8 @@ def write_timeline(args, before: ClockOffset, writes: bool) -> None:
     try:
         with contextlib.redirect_stdout(sys.stdout if grid.is_logging_rank else None):
             timeline.write(f"{stem}_all.json", writing)
-    except (OSError, UserError) as error:
-        picture = f"{stem}_all.json can't be written ({error}): make room, or choose another --log_dir. The run goes on"
+    except UserError as error:
+        picture = f"{error}. The run goes on"
         with contextlib.suppress(OSError):  # a part of it, which no picture can be made of
             os.remove(f"{stem}_all.json")
         if not grid.is_logging_rank:

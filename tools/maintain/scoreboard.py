@@ -49,7 +49,7 @@ def replace(new: dict) -> None:
     part.replace(RESULTS)
 
 
-def environment(library: str, envs: pathlib.Path) -> pathlib.Path:
+def environment(library: str, envs: pathlib.Path, keeps: bool) -> pathlib.Path:
     """The library's own Python, made with what its recipes need."""
     recipes = importlib.import_module(f"of_{library}")
     folder = envs / getattr(recipes, "ENVIRONMENT", library)
@@ -60,7 +60,7 @@ def environment(library: str, envs: pathlib.Path) -> pathlib.Path:
     since = time.time()
     print(f"{library}: an environment with {' '.join(recipes.NEEDS)}", file=sys.stderr, flush=True)
     if library != BASE and COMMON in recipes.NEEDS:  # begin with links to what is the same in most of them
-        shutil.copytree(environment(BASE, envs).parents[1], folder, symlinks=True, copy_function=os.link)
+        shutil.copytree(environment(BASE, envs, keeps).parents[1], folder, symlinks=True, copy_function=os.link)
         (folder / "made").unlink()
     else:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
@@ -68,8 +68,9 @@ def environment(library: str, envs: pathlib.Path) -> pathlib.Path:
     for package in getattr(recipes, "WITHOUT_DEPENDENCIES", ()):
         subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", package], check=True)
     size = int(subprocess.run(["du", "-sk", folder], capture_output=True, text=True).stdout.split()[0]) / 1e6
-    keep({"library": library, "needs": [*recipes.NEEDS], "seconds": round(time.time() - since),
-          "gigabytes": round(size, 1)})
+    if keeps:
+        keep({"library": library, "needs": [*recipes.NEEDS], "seconds": round(time.time() - since),
+              "gigabytes": round(size, 1)})
     (folder / "made").touch()
     return python
 
@@ -129,7 +130,7 @@ def run_library(library: str, args) -> list[str]:
         names = [name for name in names if name not in there]
     if not names:
         return []
-    for found in run(library, names, environment(library, args.envs), args.keep):
+    for found in run(library, names, environment(library, args.envs, not (args.row or args.compare)), args.keep):
         said = page.outcome(there[found["row"]]) if found["row"] in there else "nothing"
         print(f"{library} {found['row']}: {page.outcome(found)}, {found['seconds']} s", flush=True)
         if args.row:
