@@ -57,7 +57,8 @@ class Pair:
         kinds, right = (dict.fromkeys(map(ordinary, each)) for each in (names, others))
         if len(kinds) <= 4 and not kinds.keys() & right.keys():
             return ", ".join(kinds)
-        return f"{len(names)} of {len(self.names)} parameters, {names[0]} to {names[-1]}"
+        last = f" to {names[-1]}" * (len(names) > 1)
+        return f"{len(names)} of {len(self.names)} parameters, {names[0]}{last}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
