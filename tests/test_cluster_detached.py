@@ -209,6 +209,17 @@ def test_a_host_gets_no_number_of_one_that_is_not_asked(numbered, left):
     assert found == {"a": 0, "b": 1, "c": 2, "d": 3}
 
 
+def test_a_part_that_can_not_keep_the_list_of_hosts(numbered, tmp_path, capsys):
+    """As on a full disk. The launcher says so, and the same command sends the list again."""
+    numbered("ab")
+    (full := next(tmp_path.glob("a/logs/launches/*/a")) / "hosts.new").mkdir()
+    numbered("acb")
+    assert "a can't keep the list of hosts: make room in logs/launches/ there" in capsys.readouterr().out
+    full.rmdir()
+    numbered("acb")
+    assert "keep" not in capsys.readouterr().out and len(json.loads(full.with_name("hosts").read_text())) == 3
+
+
 def test_the_end_of_a_run_is_seen(hosts):
     """An exit code of a part is that of --attach, also for whoever comes late."""
     assert hosts.end("--detach", script=True)[0] == 0

@@ -255,8 +255,11 @@ def detach(hosts: list[Host], path: str, elastic: tuple[int, int] | None, env: d
             stop(missing, path)
             why = part.get("away") or "\n    ".join(part["last"])
             raise UserError(f"{label} could not start its part, so all were stopped: {why}")
-    if parts and missing:  # else a host that comes while these are away could get the number of one of them
-        ask_all([host for host in hosts if "away" not in found[host.label]], "know", run=run["id"], known=run["hosts"])
+    if parts and elastic:  # else a host that comes while these are away could get the number of one of them
+        here = [host for host in hosts if "away" not in found[host.label]]
+        for label, part in ask_all(here, "know", run=run["id"], known=run["hosts"]).items():
+            if "job" in part and part["job"]["elastic"]["hosts"] != run["hosts"]:
+                say(f"{label} can't keep the list of hosts: make room in logs/launches/ there, and type this again")
     for why in away:
         say(f"no part yet has {why}. The same command starts it later")
     say(f"the run {run['id'][:8]} goes on by itself on {', '.join(has_part + [host.label for host in missing])}, with "
