@@ -214,10 +214,10 @@ def test_a_part_that_can_not_keep_the_list_of_hosts(numbered, tmp_path, capsys):
     numbered("ab")
     (full := next(tmp_path.glob("a/logs/launches/*/a")) / "hosts.new").mkdir()
     numbered("acb")
-    assert "a can't keep the list of hosts: make room in logs/launches/ there" in capsys.readouterr().out
+    assert "a can't keep the list of hosts: make room in logs/launches/ there" in capsys.readouterr().err
     full.rmdir()
     numbered("acb")
-    assert "keep" not in capsys.readouterr().out and len(json.loads(full.with_name("hosts").read_text())) == 3
+    assert "keep" not in capsys.readouterr().err and len(json.loads(full.with_name("hosts").read_text())) == 3
 
 
 def test_the_end_of_a_run_is_seen(hosts):

@@ -55,8 +55,8 @@ def full_disks_as_user_errors():
     except OSError as error:
         if error.errno not in exits.OF_A_FULL_DISK:
             raise
-        raise UserError(f"can't write {error.filename or 'a file, or what is printed'} ({error.strerror}): make room, or "
-                        "write elsewhere") from None
+        place = error.filename or "a file, or what is printed"
+        raise UserError(f"can't write {place} ({error.strerror}): make room, or write elsewhere") from None
 
 
 def store_of_all() -> dist.Store | None:
