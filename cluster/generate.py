@@ -43,7 +43,7 @@ def parse_args() -> argparse.Namespace:
                         help="gloo: machines with and without a GPU together")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto",
-                        help="of the weights (default: as they are stored; bfloat16 ones in float32 on a GPU without it)")
+                        help="of the weights (default: as stored; bfloat16 ones in float32 on a GPU without it)")
     args = parser.parse_args()
     if not args.checkpoint and not args.adapter:
         raise UserError("name a model: --checkpoint, or --adapter")
