@@ -208,8 +208,8 @@ def test_a_full_disk_under_what_is_printed(tmp_path):
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, plan.__file__, path, "--global_batch", "4", "--out", out], stdout=full,
                               stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (2, "error: can't write a file, or what is printed (No space left on device): "
-                                              "make room, or write elsewhere\n")
+    assert (done.returncode, done.stderr) == (2, (
+        "error: can't write a file, or what is printed (No space left on device): make room, or write elsewhere\n"))
     assert json.loads(out.read_text())["global_batch"] == 4
 
 

@@ -26,7 +26,7 @@ with modules_of(9):
     from run.live_state import Commit
     from run.record import EVALUATIONS, METRICS, Record
     from run.times import ABSENT
-    from utils import UserError
+    from utils import UserError, writing
 
 
 class Terminal(io.StringIO):
