@@ -169,3 +169,33 @@ def gather(rank: int, folder: str) -> None:
 
 def test_ranks_with_and_without_numpy_call_the_same_collectives(tmp_path):
     torch.multiprocessing.start_processes(gather, (str(tmp_path),), nprocs=2, start_method="fork")
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_of_token_ids_go_through_a_recorder(layout, tmp_path):
+    """What a model can do with them is its own affair: the recording goes on."""
+    model = nn.Embedding(32, 4)
+    model.forward = lambda ids: sum(nn.functional.embedding(each, model.weight).sum() for each in ids.unbind())
+    recorder = same_numbers.Recorder(model, torch.optim.SGD(model.parameters(), 0.1), tmp_path)
+    model(torch.nested.nested_tensor([torch.arange(3), torch.arange(2)], layout=layout)).backward()
+    recorder.step()
+    assert not recorder.is_over and not list(tmp_path.glob("*error*"))
+    assert len(torch.load(tmp_path / "rank0_step1.pt", weights_only=False)["samples"]) == 2
+
+
+def test_outputs_are_matched_where_a_batch_is_several_tensors(tmp_path):
+    """As Lightning's callback gives it: samples are of all its tensors, outputs of what the model was given."""
+    found = {}
+    for name, shift in (("one", 0.0), ("many", 0.3)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 8), nn.Linear(8, 1)).double()
+        if shift:
+            model[1].register_forward_hook(lambda module, given, output: output + shift)
+        recorder = same_numbers.Recorder(model, torch.optim.SGD(model.parameters(), 0.1), tmp_path / name, modules="blocks")
+        ids, wanted = torch.arange(12).view(4, 3), torch.ones(4, 3, dtype=torch.float64)
+        (model(ids).squeeze(-1) - wanted).square().mean().backward()
+        recorder.step(batch=(ids, wanted))
+        recorder.close()
+        found[name] = tmp_path / name
+    lines = [each.line for each in same_numbers.compare(found["one"], found["many"]).found]
+    assert "first wrong in forward: the output of 1" in lines[0], lines
