@@ -272,15 +272,15 @@ def synthetic_cluster(shape: Shape, nodes: list[Node], tp_size: int, seq_len: in
     if uneven := [node.count for node in nodes if node.count % tp_size]:
         raise UserError(f"tp_size={tp_size} does not divide the {uneven[0]} devices of a node")
     machines, hosts, node_of = [], [], []
-    for number, node in enumerate(nodes):
+    for index, node in enumerate(nodes):
         costs = Costs(shape, node, tp_size, seq_len, dtype, efficiency)
         times = {str(size): costs.modules(size, recompute) for size in sizes}
         machine = {"free_memory": node.device.memory, "optimizer_seconds": 28 / node.device.memory_bandwidth,
                    "forward": {size: forward for size, (forward, _) in times.items()},
                    "backward": {size: backward for size, (_, backward) in times.items()}}
         machines += [machine] * (node.count // tp_size)
-        hosts += [f"{node.name}-{number}"] * (node.count // tp_size)
-        node_of += [number] * (node.count // tp_size)
+        hosts += [f"{node.name}-{index}"] * (node.count // tp_size)
+        node_of += [index] * (node.count // tp_size)
 
     links = [[None if i == j else link(nodes[a], nodes[b], a == b) for j, b in enumerate(node_of)]
              for i, a in enumerate(node_of)]
