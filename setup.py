@@ -14,7 +14,7 @@ setup(
     description="Tensor, data and pipeline parallel training of a Llama, built step by step",
     license="MIT",
     python_requires=">=3.10,<3.15",  # the range of torch's wheels in constraints.txt
-    packages=["same_numbers"],
+    packages=["same_numbers", "lab", "lab.watch"],
     entry_points={"console_scripts": ["same-numbers=same_numbers.__main__:main"]},
     py_modules=[],
     install_requires=[

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from baton import shown
+from lab.baton import shown
 from blanks import find, put_in
-from launch import ROOT, STEPS
-from thread_ranks import World
-from step_modules import StepModules, StepSource, Training, train
+from lab.launch import ROOT, STEPS
+from lab.thread_ranks import World
+from lab.program import StepModules, StepSource, Training, train
 
 SECONDS = 20  # that a check may take: ours take 5 at most
 
@@ -132,9 +132,9 @@ class Attempt:
 
     @contextlib.contextmanager
     def typed(self, axes: dict[str, int]):
-        """One rank of a grid under types for collectives, see tools/typed_rank.py. What it refuses is wrong."""
+        """One rank of a grid under types for collectives, see lab/watch/types.py. What it refuses is wrong."""
         try:
-            from typed_rank import TypedRank, TypeRefused
+            from lab.watch.types import TypedRank, TypeRefused
         except ImportError as error:
             raise Wrong(str(error)) from None
         with TypedRank(axes) as rank:

@@ -9,7 +9,7 @@ import textwrap
 import types
 from typing import NamedTuple
 
-from baton import shown
+from lab.baton import shown
 
 EMPTY = "...  # write this"
 

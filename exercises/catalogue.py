@@ -22,12 +22,12 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-import baton
+from lab import baton
 from attempt import SECONDS, Attempt, Score, Wrong, describe_error, folders_of
-from baton import Violation, place, shown, within
+from lab.baton import Violation, place, shown, within
 from blanks import find, take_out
-from launch import ROOT
-from step_modules import StepSource
+from lab.launch import ROOT
+from lab.program import StepSource
 
 CHAPTERS = sorted((path.stem for path in (ROOT / "exercises" / "chapters").glob("*.py")),
                   key=lambda name: (name.startswith("counting"), name))

@@ -7,8 +7,8 @@ import torch
 
 from counting_ranks import DP_TP, small_llama
 from counting_runs import llama
-from step_modules import StepSource
-from thread_ranks import World
+from lab.program import StepSource
+from lab.thread_ranks import World
 
 IDS = torch.zeros(1, 4, dtype=torch.long)
 

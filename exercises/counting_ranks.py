@@ -6,10 +6,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from counting_runs import llama
-from launch import STEPS
-from schedule_check import interleaved_stages, play
-from step_modules import StepModules, StepSource
-from thread_ranks import World
+from lab.launch import STEPS
+from lab.watch.schedule import interleaved_stages, play
+from lab.program import StepModules, StepSource
+from lab.thread_ranks import World
 
 DP_TP = dict(vocab=32, hidden=16, width=24, heads=4, kv_heads=4, head_dim=4)
 
@@ -93,9 +93,9 @@ def played(step: str, schedule: str, stages: int, microbatches: int, *chunks: in
 def rank_run(layers: int, hidden: int, width: int, dp: int, tp: int, pp: int, microbatches: int,
              tokens: int) -> list[int]:
     """Bytes of the second stage's first rank, by tools/dry_run.py: its weights, and what it sends over dp and pp."""
-    from data_sheets import Shape  # before the modules of cluster/
-    from dry_run_rank import Event
-    from dry_run_step import run_rank
+    from sizes.data_sheets import Shape  # before the modules of cluster/
+    from lab.watch.memory import Event
+    from lab.alone import run_rank
 
     sizes = {"dp_size": dp, "tp_size": tp, "pp_size": pp, "gradient_accumulation_steps": microbatches,
              "seq_len": tokens, "micro_batch_size": 1, "model_name": "llama", "device": "cpu"}

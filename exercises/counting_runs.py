@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from step_modules import StepSource
+from lab.program import StepSource
 
 SHAPE = ("vocab", "hidden", "width", "layers", "heads", "kv_heads", "head_dim")
 SHAPES = [dict(zip(SHAPE, sizes)) for sizes in (

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable
 
 from attempt import Wrong
-from schedule_check import UNITS, Played, draw, play, problem
+from lab.watch.schedule import UNITS, Played, draw, play, problem
 
 
 def play_schedule(attempt, schedule: Callable, num_stages: int, num_microbatches: int, *num_chunks: int,

@@ -17,9 +17,9 @@ from collections import defaultdict
 
 import pytest
 from host_facts import available_memory, usable_cores
-from launch import ROOT, STEPS, environment, fork
+from lab.launch import ROOT, STEPS, environment, fork
 
-pytest.register_assert_rewrite("recordings", "families")  # so that their asserts show what they compared
+pytest.register_assert_rewrite("support.recordings", "support.families")  # so that their asserts show what they compared
 
 ROOMS = (  # file name -> mark
     (r"test_(step\d+)_", r"\1"),
@@ -136,7 +136,7 @@ def selected(request):
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> pathlib.Path:
     """A folder with the models and the corpus of recordings.py, in which runs may leave what they record."""
-    import recordings  # and with it torch, which comes after pytest_configure
+    from support import recordings  # and with it torch, which comes after pytest_configure
 
     folder = tmp_path_factory.mktemp("models")
     recordings.write_models(folder)
@@ -146,7 +146,7 @@ def models(tmp_path_factory) -> pathlib.Path:
 @pytest.fixture(scope="session")
 def tools(tmp_path_factory) -> pathlib.Path:
     """The folder of make_tools() in launcher.py."""
-    from launcher import make_tools
+    from support.launcher import make_tools
 
     return make_tools(tmp_path_factory.mktemp("tools"))
 
@@ -184,7 +184,7 @@ def world_of_one():
 @pytest.fixture
 def command(tmp_path):
     """command(words, **env): starts a command, which is killed at the end of the test if it still runs. See Command."""
-    from processes import Command
+    from support.processes import Command
 
     started = []
 

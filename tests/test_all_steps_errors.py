@@ -15,11 +15,11 @@ from unittest import mock
 
 import pytest
 
-from launch import ROOT, STEPS, environment, fork, modules_of, torchrun
-from processes import processes
-from recordings import LLAMA3
-from step_modules import StepSource
-from thread_ranks import World
+from lab.launch import ROOT, STEPS, environment, fork, modules_of, torchrun
+from support.processes import processes
+from support.recordings import LLAMA3
+from lab.program import StepSource
+from lab.thread_ranks import World
 
 TINY = ROOT / "assets" / "tiny_llama"
 SECONDS = 60  # what runs longer hangs

@@ -6,7 +6,7 @@ With --recompute, of the activations only the inputs of decoder layers.
 import json
 
 import pytest
-from launch import ROOT, STEPS, start_fork
+from lab.launch import ROOT, STEPS, start_fork
 
 SCRIPT = ROOT / "tests" / "support" / "saved_for_backward.py"
 FEW, MANY = 4, 32  # micro-batches

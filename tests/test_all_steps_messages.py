@@ -3,10 +3,10 @@
 from collections import Counter
 
 import pytest
-from baton import Handle
-from messages import messages
-from step_modules import StepSource, train
-from thread_ranks import SendHandle, World
+from lab.baton import Handle
+from support.messages import messages
+from lab.program import StepSource, train
+from lab.thread_ranks import SendHandle, World
 
 LAYERS, D, V, I, KV = 8, 128, 1024, 352, 64  # of the tiny Llama: KV is the width of all key/value heads
 B, T, M = 2, 16, 4  # samples, tokens, micro-batches

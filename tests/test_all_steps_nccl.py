@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
-from launch import modules_of
-from nccl_replay import Deadlock, Group, Recorder, replay
+from lab.launch import modules_of
+from support.nccl_replay import Deadlock, Group, Recorder, replay
 
 SHAPE, CPU = (1, 1, 1), torch.device("cpu")
 SAMPLED = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 8)]

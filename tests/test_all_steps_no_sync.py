@@ -10,7 +10,7 @@ import pathlib
 import re
 
 import pytest
-from launch import ROOT, STEPS, start_fork
+from lab.launch import ROOT, STEPS, start_fork
 
 GRID = ("--dp_size", 2, "--pp_size", 2, "--tp_size", 2)
 UNLIKE = ("--pipelines", "2;1,1", "--num_microbatches", "2,1")

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from launch import ROOT, STEPS
+from lab.launch import ROOT, STEPS
 
 RAISED = 'torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\\nGPU 0 has a total of 8 GiB")'
 FAILURES = {  # what the script does -> what the line begins with

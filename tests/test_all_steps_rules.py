@@ -4,7 +4,7 @@ import ast
 import re
 
 import steps
-from launch import ROOT
+from lab.launch import ROOT
 
 STANDARD_LIBRARY = {"_asdict", "_fields", "_replace", "_exit", "_run_exitfuncs", "_current_frames", "_getframe"}
 

@@ -7,8 +7,8 @@ import types
 
 import pytest
 import torch
-from launch import modules_of
-from schedule_check import play, problem
+from lab.launch import modules_of
+from lab.watch.schedule import play, problem
 
 with modules_of(8):
     from pipeline_parallel import afab, one_f_one_b

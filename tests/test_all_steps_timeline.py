@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from launch import fork, modules_of, start_fork
+from lab.launch import fork, modules_of, start_fork
 
 COMMON = ["--seq_len", 32, "--micro_batch_size", 1, "--profile_batch", 2, "--num_hidden_layers", 4]
 

@@ -7,9 +7,9 @@ import time
 
 import find_by_types
 import pytest
-from break_faults import Edit
+from museum.faults import Edit
 from find_by_types import FAULTS, GRIDS, Case, check, check_step, check_trainer, not_tried, published, trainers
-from launch import ROOT
+from lab.launch import ROOT
 
 PAGE = (ROOT / "docs" / "TYPES.md").read_text(encoding="utf-8")
 MIX = r"Invariant type on axis \w+ cannot mix with other types"
@@ -115,7 +115,7 @@ def test_the_command(capsys):
 
 def test_a_clear_sentence_where_spmd_types_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "spmd_types", None)
-    for name in ("typed_gradients", "typed_rank"):
+    for name in ("lab.watch.typed_gradients", "lab.watch.types"):
         monkeypatch.delitem(sys.modules, name)
     spec = importlib.util.find_spec("find_by_types")
     words = "^find_by_types.py: types for collectives need a package of their own: pip install -c .* spmd_types$"

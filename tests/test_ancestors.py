@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from families import HeterogeneousParallelPlugin, PipelineTemplate, toy
-from launch import ROOT, STEPS, environment, fork, losses, metrics, modules_of, start_fork, torchrun
-from processes import eventually
+from support.families import HeterogeneousParallelPlugin, PipelineTemplate, toy
+from lab.launch import ROOT, STEPS, environment, fork, losses, metrics, modules_of, start_fork, torchrun
+from support.processes import eventually
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 with modules_of(9):

@@ -6,9 +6,9 @@ import re
 import sys
 
 import pytest
-from bed import DISKS, NETWORK, NODES, bed, on_disk, processes, start, testbed
-from launch import ROOT, STEPS
-from launcher import eventually
+from maintain.bed import DISKS, NETWORK, NODES, bed, on_disk, processes, start, testbed
+from lab.launch import ROOT, STEPS
+from support.launcher import eventually
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = [pytest.mark.hosts, pytest.mark.usefixtures(bed.__name__)]

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 
 import pytest
 import torch
-from launch import modules_of
+from lab.launch import modules_of
 
 with modules_of(9):
     from membership import channel

@@ -9,12 +9,12 @@ import zlib
 
 import pytest
 import torch
-from checkpoint_runs import (
+from support.checkpoint_runs import (
     ROOT, SAVED, SCRIPT, STEPS, TOPOLOGIES, checkpoint, flags_of, write_corpus, write_model,
 )
-from huggingface import ExactRMSNorm, their_name
-from launch import fork, losses, metrics, modules_of, start_fork
-from recordings import LLAMA3
+from lab.huggingface import ExactRMSNorm, their_name
+from lab.launch import fork, losses, metrics, modules_of, start_fork
+from support.recordings import LLAMA3
 
 with modules_of(9):
     from model import Llama
@@ -101,7 +101,7 @@ def test_the_directory(runs):
 
 def test_transformers_reads_what_a_pipeline_and_tp_ranks_saved(runs):
     """The logits are those of the model that one process has trained, and our Llama's with its weights."""
-    from huggingface import reference
+    from lab.huggingface import reference
     from safetensors.torch import load_file
     from transformers import LlamaForCausalLM
 

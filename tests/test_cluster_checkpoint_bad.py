@@ -10,8 +10,8 @@ import types
 
 import pytest
 import torch
-from checkpoint_runs import SCRIPT, flags_of, newest, write_corpus, write_model
-from launch import losses, modules_of, start_fork
+from support.checkpoint_runs import SCRIPT, flags_of, newest, write_corpus, write_model
+from lab.launch import losses, modules_of, start_fork
 from safetensors.torch import load_file
 
 with modules_of(9):

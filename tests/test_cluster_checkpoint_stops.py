@@ -10,9 +10,9 @@ import signal
 import time
 
 import pytest
-from checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, newest, write_corpus, write_model
-from launch import fork, losses, metrics, modules_of, torchrun
-from processes import eventually
+from support.checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, newest, write_corpus, write_model
+from lab.launch import fork, losses, metrics, modules_of, torchrun
+from support.processes import eventually
 
 with modules_of(9):
     from checkpoints.files import check_file, read_state

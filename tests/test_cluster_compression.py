@@ -8,8 +8,8 @@ import types
 import pytest
 import torch
 
-from launch import ROOT, losses, modules_of
-from recordings import load, record
+from lab.launch import ROOT, losses, modules_of
+from support.recordings import load, record
 
 SCRIPT = ROOT / "cluster" / "train_distributed.py"
 SHAPES = [(2, 3, 7), (3, 1024), (5, 1)]

@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from launch import ROOT, modules_of
+from lab.launch import ROOT, modules_of
 
 with modules_of(9):
     import utils

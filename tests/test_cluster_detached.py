@@ -13,8 +13,8 @@ import stat
 import subprocess
 
 import pytest
-from launch import ROOT
-from launcher import Launch, all_gone, eventually, runs, write_hosts, write_whole
+from lab.launch import ROOT
+from support.launcher import Launch, all_gone, eventually, runs, write_hosts, write_whole
 
 COUNT = r"""
 import os, signal, sys, time

@@ -15,8 +15,8 @@ import exits
 import host_run
 import pytest
 import torch
-from launch import ROOT, modules_of
-from launcher import Launch, all_gone, eventually, write_hosts, write_whole
+from lab.launch import ROOT, modules_of
+from support.launcher import Launch, all_gone, eventually, write_hosts, write_whole
 
 with modules_of(9):
     from ranks import lost

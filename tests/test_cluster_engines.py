@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import pytest
-from launch import ROOT, environment, losses, torchrun
+from lab.launch import ROOT, environment, losses, torchrun
 
 BIN = pathlib.Path(sys.executable).parent
 COMMON = "--dtype float64 --device cpu --num_hidden_layers 2 --seq_len 16".split()

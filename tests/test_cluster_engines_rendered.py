@@ -8,7 +8,7 @@ import os
 import subprocess
 
 import pytest
-from launch import ROOT
+from lab.launch import ROOT
 
 pytestmark = pytest.mark.slow  # they need packages that the default tests do without
 FLAGS = "--tp_size 2 --checkpoint_dir /shared/checkpoints"

@@ -9,9 +9,9 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoint_runs import ROOT, SCRIPT, SIZES, flags_of, write_model
-from huggingface import float64_throughout, their_name
-from launch import metrics, modules_of, start_fork
+from support.checkpoint_runs import ROOT, SCRIPT, SIZES, flags_of, write_model
+from lab.huggingface import float64_throughout, their_name
+from lab.launch import metrics, modules_of, start_fork
 
 with modules_of(9):
     from data import encoded, batches as data

@@ -5,7 +5,7 @@ import argparse
 import pytest
 import torch
 import torch.nn as nn
-from launch import modules_of
+from lab.launch import modules_of
 
 with modules_of(9):
     from pipeline_stage import PipelineStage

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-from checkpoint_runs import ROOT, SCRIPT, flags_of, newest, write_model
-from launch import fork, metrics, modules_of
+from support.checkpoint_runs import ROOT, SCRIPT, flags_of, newest, write_model
+from lab.launch import fork, metrics, modules_of
 from test_cluster_family_profiler import CPU, LAYERS, SEQ_LEN as LENGTH, adapters, make, measured
 from test_cluster_lora import FAMILIES, RANK, SAMPLES, SEQ_LEN, TOPOLOGIES, read, samples, with_adapters, write_data
 

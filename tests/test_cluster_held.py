@@ -8,7 +8,7 @@ import types
 import weakref
 
 import pytest
-from launch import fork, modules_of
+from lab.launch import fork, modules_of
 
 with modules_of(9):
     from hosts import exits

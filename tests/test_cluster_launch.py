@@ -19,8 +19,8 @@ import host_run
 import inventory
 import pytest
 from host_facts import ASKS
-from launch import ROOT, environment
-from launcher import Launch, all_gone, write_hosts
+from lab.launch import ROOT, environment
+from support.launcher import Launch, all_gone, write_hosts
 
 PROJECT = ("cluster", "step9_heterogeneous_pp")
 FAIL = """

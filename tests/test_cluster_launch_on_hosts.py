@@ -8,9 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from bed import NAME, NETWORK, NODES, SSH_CONFIG, bed, on_disk, testbed
-from launch import ROOT
-from launcher import Launch, write_hosts
+from maintain.bed import NAME, NETWORK, NODES, SSH_CONFIG, bed, on_disk, testbed
+from lab.launch import ROOT
+from support.launcher import Launch, write_hosts
 
 pytestmark = [pytest.mark.hosts, pytest.mark.usefixtures(bed.__name__)]
 

@@ -9,8 +9,8 @@ import host_facts
 import host_run
 import pytest
 import torch
-from launch import modules_of
-from launcher import Launch, make_tools, write_hosts
+from lab.launch import modules_of
+from support.launcher import Launch, make_tools, write_hosts
 
 with modules_of(9):
     from ranks import memory, placement

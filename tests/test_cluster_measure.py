@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from launch import modules_of
+from lab.launch import modules_of
 
 with modules_of(9):
     import plan

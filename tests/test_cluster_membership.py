@@ -13,11 +13,11 @@ import time
 import types
 
 import pytest
-from launch import modules_of
+from lab.launch import modules_of
 
 with modules_of(9):
     from hosts import host_facts
-    from made_up_network import Network
+    from support.made_up_network import Network
     from membership import contacts, rendezvous, roster
     from membership.channel import call
     from utils import UserError

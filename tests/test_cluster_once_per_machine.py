@@ -2,7 +2,7 @@
 
 import json
 
-from launch import ROOT
+from lab.launch import ROOT
 
 
 def test_the_others_wait_longer_than_a_collective_may(run_code):

@@ -10,8 +10,8 @@ import subprocess
 import sys
 
 import pytest
-from checkpoint_runs import SCRIPT, flags_of, write_corpus, write_model
-from launch import MODELS, STEPS, environment, modules_of, start_fork
+from support.checkpoint_runs import SCRIPT, flags_of, write_corpus, write_model
+from lab.launch import MODELS, STEPS, environment, modules_of, start_fork
 from safetensors.torch import load_file, save_file
 
 with modules_of(9):

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from clusters import with_odd_values
-from launch import ROOT, fork, losses, modules_of, start_fork
+from support.clusters import with_odd_values
+from lab.launch import ROOT, fork, losses, modules_of, start_fork
 
 with modules_of(9):
     from planning import plan_file

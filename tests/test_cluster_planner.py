@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from clusters import made_up_cluster, with_odd_values
-from launch import modules_of
+from support.clusters import made_up_cluster, with_odd_values
+from lab.launch import modules_of
 
 with modules_of(9):
     import plan

@@ -14,8 +14,8 @@ import types
 
 import pytest
 
-from checkpoint_runs import SIZES, write_corpus, write_model
-from launch import MODELS, modules_of
+from support.checkpoint_runs import SIZES, write_corpus, write_model
+from lab.launch import MODELS, modules_of
 
 with modules_of(9):
     from ranks import course  # noqa: F401  before step 9's modules

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_runs import SCRIPT, TEXT, flags_of, write_model
-from launch import MODELS, ROOT, fork, modules_of
+from support.checkpoint_runs import SCRIPT, TEXT, flags_of, write_model
+from lab.launch import MODELS, ROOT, fork, modules_of
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, conversion_mapping
 from transformers.core_model_loading import Chunk, WeightConverter

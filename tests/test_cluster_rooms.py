@@ -3,7 +3,7 @@
 import ast
 
 import pytest
-from launch import ROOT
+from lab.launch import ROOT
 
 CLUSTER = ROOT / "cluster"
 FLOORS = [["hosts"], ["ranks"], ["models"], ["checkpoints", "data", "membership"], ["planning"], ["run"], ["inference"],

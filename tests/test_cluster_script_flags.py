@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from launch import ROOT, STEPS, modules_of
+from lab.launch import ROOT, STEPS, modules_of
 from torch.distributed.run import get_args_parser
 
 with modules_of(9):

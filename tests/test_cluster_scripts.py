@@ -11,7 +11,7 @@ import re
 import pytest
 import torch
 
-from launch import ROOT, losses, metrics, modules_of, start_fork
+from lab.launch import ROOT, losses, metrics, modules_of, start_fork
 
 with modules_of(9):
     import train_single_test as single_test

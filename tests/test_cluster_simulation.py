@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from clusters import made_up_cluster
-from launch import modules_of
+from support.clusters import made_up_cluster
+from lab.launch import modules_of
 
 with modules_of(9):
     from planning.schedules import SCHEDULES, live_microbatches

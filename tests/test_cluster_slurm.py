@@ -5,8 +5,8 @@ and torchrun are a few lines each. That a job which starts again goes on: test_c
 import signal
 
 import pytest
-from launch import ROOT
-from processes import eventually
+from lab.launch import ROOT
+from support.processes import eventually
 
 SCRIPT = ROOT / "cluster" / "engines" / "slurm.sbatch"
 PROGRAMS = {

@@ -7,8 +7,8 @@ import os
 import shutil
 
 import pytest
-from checkpoint_runs import ROOT, SCRIPT, flags_of, write_corpus, write_model
-from launch import losses, metrics, modules_of, start_fork
+from support.checkpoint_runs import ROOT, SCRIPT, flags_of, write_corpus, write_model
+from lab.launch import losses, metrics, modules_of, start_fork
 
 with modules_of(9):
     from ranks import disks

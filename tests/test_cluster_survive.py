@@ -10,7 +10,7 @@ import time
 import types
 
 import pytest
-from launch import modules_of
+from lab.launch import modules_of
 
 with modules_of(9):
     from membership import failure_detector

@@ -12,9 +12,9 @@ import types
 
 import pytest
 import torch
-from checkpoint_runs import SCRIPT as TRAIN, flags_of, write_corpus, write_model
-from launch import ROOT, environment, fork, modules_of, torchrun
-from processes import eventually
+from support.checkpoint_runs import SCRIPT as TRAIN, flags_of, write_corpus, write_model
+from lab.launch import ROOT, environment, fork, modules_of, torchrun
+from support.processes import eventually
 
 with modules_of(9):
     import generate

@@ -4,7 +4,7 @@ import pathlib
 import re
 
 import pytest
-from launch import ROOT
+from lab.launch import ROOT
 
 READMES = sorted(path.relative_to(ROOT) for path in [
     *ROOT.glob("*.md"), *ROOT.glob("[a-z]*/*.md"), *ROOT.glob("beyond/*/*.md")])

@@ -22,11 +22,11 @@ import sys
 import sysconfig
 
 import pytest
-from bed import DISKS, NODES, SCRIPT, bed, testbed
+from maintain.bed import DISKS, NODES, SCRIPT, bed, testbed
 from conftest import not_drawn
-from launch import ROOT, environment
+from lab.launch import ROOT, environment
 from test_pages import READMES
-from typed_in_pages import (BEFORE, BLOCK, EXACT, FAILS, HERE, KINDS, LEFT_OUT, ON_HOSTS, RANK, SEVERAL, Block, blocks,
+from support.typed_in_pages import (BEFORE, BLOCK, EXACT, FAILS, HERE, KINDS, LEFT_OUT, ON_HOSTS, RANK, SEVERAL, Block, blocks,
                             lines_of, shortened, to_run, unlike)
 
 HIDDEN = re.compile(r"(?:\$ .*|(?:torchrun|torchx|python3?|pip|mpirun|ray|sbatch|sudo|apt-get|docker|kubectl|"

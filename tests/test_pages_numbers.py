@@ -3,10 +3,10 @@
 import re
 
 import pytest
-from launch import ROOT, modules_of
+from lab.launch import ROOT, modules_of
 
 with modules_of(9):
-    from data_sheets import PRESETS, kept_by_layer
+    from sizes.data_sheets import PRESETS, kept_by_layer
 
 SEVEN = PRESETS["llama-2-7b"]
 T, MB, GB = 2048, 1e6, 1e9

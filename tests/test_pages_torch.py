@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from launch import ROOT, fork, metrics
+from lab.launch import ROOT, fork, metrics
 
 PAGE = (ROOT / "docs" / "TORCH.md").read_text(encoding="utf-8")
 LIMIT = 1e-9

@@ -5,7 +5,7 @@
     FUZZ=200 pytest tests/test_random_runs.py -k "chain and 17"     one of them again
 
 A topology: train.py of a step, with any sizes, flags and shape of the model, on ranks in one process
-(tools/thread_ranks.py), a tenth of a second each. A chain: up to three runs of train_distributed.py with unlike
+(lab/thread_ranks.py), a tenth of a second each. A chain: up to three runs of train_distributed.py with unlike
 topologies. Each ends by Ctrl-C or at its --max_steps, and the next one goes on. What fails prints what was drawn; its
 folder stays there.
 """
@@ -16,12 +16,12 @@ import random
 import shutil
 
 import pytest
-import random_runs
+from support import random_runs
 import torch
-from checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, write_corpus, write_model
-from launch import fork_server, start_fork
-from processes import eventually, left_behind
-from recordings import assert_same_math, train_flags_here
+from support.checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, write_corpus, write_model
+from lab.launch import fork_server, start_fork
+from support.processes import eventually, left_behind
+from support.recordings import assert_same_math, train_flags_here
 
 SEEDS = max(12, int(os.environ.get("FUZZ", 0)))
 

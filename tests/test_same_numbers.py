@@ -5,7 +5,7 @@ import types
 import pytest
 import same_numbers
 import torch
-from launch import ROOT, start_fork
+from lab.launch import ROOT, start_fork
 from same_numbers.__main__ import main
 from torch import nn
 

@@ -1,11 +1,11 @@
 """same_numbers: faults whose causes follow from what a recording knows of ranks: counts, stages, meshes, layers."""
 
-import published_faults
+from museum import published_faults
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from published_faults import record, verdict
+from museum.published_faults import record, verdict
 from same_numbers.trainers_base import (
     Experts, Model, Run, adam, clip, mean_loss, pairs, rank, sum_gradients, total, train, world)
 from same_numbers.trainers_data import accumulate

@@ -3,14 +3,14 @@
 import inspect
 import re
 
-import published_faults
+from museum import published_faults
 import pytest
 import torch
-from launch import ROOT
-from published_faults import CASES, EXPECTED, TRAINERS, record, verdict
+from lab.launch import ROOT
+from museum.published_faults import CASES, EXPECTED, TRAINERS, record, verdict
 from same_numbers import trainers
 from same_numbers.trainers_base import faults
-from trainers_of_libraries import LIBRARIES
+from support.trainers_of_libraries import LIBRARIES
 
 PAGE = (ROOT / "docs" / "SAME_NUMBERS.md").read_text(encoding="utf-8")
 

@@ -237,7 +237,7 @@ ITSELF = {"lightning_trainer", "megatron", "tp_plan"}  # their trusted run is th
 @pytest.mark.trainers
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("one")])
 def test_another_library_is_right_and_a_factor_is_named(kind, tmp_path):
-    from launch import ROOT
+    from lab.launch import ROOT
 
     if kind in NEEDS and not importlib.util.find_spec(NEEDS[kind]):
         pytest.skip(f"{NEEDS[kind]} is not installed: pip install -e '.[trainers]'")
@@ -255,7 +255,7 @@ def test_another_library_is_right_and_a_factor_is_named(kind, tmp_path):
 
 def rows_for_here():
     """library -> rows of the scoreboard whose versions are those of this environment."""
-    from launch import ROOT
+    from lab.launch import ROOT
 
     found = collections.defaultdict(list)
     for row in map(json.loads, (ROOT / "docs" / "scoreboard.jsonl").read_text().splitlines()):
@@ -268,7 +268,7 @@ def rows_for_here():
 @pytest.mark.trainers
 def test_drawn_rows_of_the_scoreboard_are_as_its_page_says():
     """Two of each library, then two more of each, until four minutes are used: at least six, of at least three."""
-    from launch import ROOT
+    from lab.launch import ROOT
 
     rows, since, draw = rows_for_here(), time.time(), random.Random(os.environ.get("DRAW"))
     assert len(rows) >= 3, f"only of {[*rows]} are versions as the scoreboard's: make it again, or install constraints.txt"

@@ -295,7 +295,7 @@ def test_the_scoreboards_page_is_made_of_its_rows(tmp_path):
     import importlib.util
     import json
 
-    from launch import ROOT
+    from lab.launch import ROOT
 
     spec = importlib.util.spec_from_file_location("page", ROOT / "tools" / "maintain" / "board" / "page.py")
     page = importlib.util.module_from_spec(spec)
@@ -309,7 +309,7 @@ def test_the_scoreboards_page_is_made_of_its_rows(tmp_path):
 def test_scripts_of_what_was_found_are_short_and_say_what_they_lack(tmp_path):
     import subprocess
 
-    from launch import ROOT
+    from lab.launch import ROOT
 
     (tmp_path / "transformers.py").write_text("raise ImportError('not here')\n")
     (tmp_path / "torchtitan.py").write_text("raise ImportError('not here')\n")

@@ -5,7 +5,7 @@ test_all_steps_messages.py.
 """
 
 import pytest
-from course_memory import SHARDS, measure_shards
+from maintain.course_memory import SHARDS, measure_shards
 
 
 def test_adamw_on_shards_is_adamw_on_parameters(run_code):

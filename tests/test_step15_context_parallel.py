@@ -4,7 +4,7 @@ Losses, norms and every gradient of train.py: test_all_steps_same_math.py. Its m
 """
 
 import pytest
-from launch import modules_of
+from lab.launch import modules_of
 
 with modules_of(15):
     import context_parallel

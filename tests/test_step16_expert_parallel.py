@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, MixtralConfig, MixtralForCausalLM
 
-from huggingface import ExactRMSNorm, their_name
-from launch import modules_of
+from lab.huggingface import ExactRMSNorm, their_name
+from lab.launch import modules_of
 
 with modules_of(16):
     import expert_parallel

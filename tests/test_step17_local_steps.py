@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from recordings import NUM_LAYERS, TOLERANCE, Case, assemble, train_here
-from step_modules import random_samples
+from support.recordings import NUM_LAYERS, TOLERANCE, Case, assemble, train_here
+from lab.program import random_samples
 
-from launch import modules_of
+from lab.launch import modules_of
 
 with modules_of(17):
     import model as llama

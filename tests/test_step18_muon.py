@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from launch import modules_of
-from messages import messages
-from step_modules import StepSource, train
+from lab.launch import modules_of
+from support.messages import messages
+from lab.program import StepSource, train
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 with modules_of(18):

@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from launch import fork, losses
+from lab.launch import fork, losses
 
 COMMON = ["--num_hidden_layers", 2, "--seq_len", 32, "--learning_rate", 3e-4, "--micro_batch_size", 2]
 COUNT = """

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from huggingface import reference, their_name
-from launch import ROOT, modules_of
-from recordings import LLAMA3
+from lab.huggingface import reference, their_name
+from lab.launch import ROOT, modules_of
+from support.recordings import LLAMA3
 
 with modules_of(1):
     import model as llama

@@ -4,7 +4,7 @@ import json
 import math
 import re
 
-from launch import fork, losses, metrics
+from lab.launch import fork, losses, metrics
 
 SHORT = ["--num_hidden_layers", 2, "--seq_len", 16, "--micro_batch_size", 2, "--max_tokens", 12 * 32]  # 12 steps
 

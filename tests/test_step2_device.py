@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from launch import modules_of
+from lab.launch import modules_of
 
 with modules_of(2):
     import utils

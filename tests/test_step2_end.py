@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from launch import STEPS, environment, torchrun
+from lab.launch import STEPS, environment, torchrun
 
 SCRIPT = """
 import contextlib, sys, threading, time

@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from launch import STEPS, environment, fork, metrics, torchrun
+from lab.launch import STEPS, environment, fork, metrics, torchrun
 
 METRICS = ["step", "loss", "grad_norm", "learning_rate", "trained_tokens", "tokens_per_second",
            "tokens_per_second_per_rank", "memory_gb", "step_seconds"]

@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from huggingface import reference, their_name
-from launch import ROOT, metrics
-from recordings import record
+from lab.huggingface import reference, their_name
+from lab.launch import ROOT, metrics
+from support.recordings import record
 
 SAMPLES, SEQ_LEN, LEARNING_RATE = 8, 16, 3e-3
 MAX_GRAD_NORM = 1.0  # the default, and less than the norm of the first steps

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from launch import ROOT, fork, losses, metrics, modules_of
+from lab.launch import ROOT, fork, losses, metrics, modules_of
 
 with modules_of(5):
     import dataloader

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from launch import modules_of
+from lab.launch import modules_of
 
 with modules_of(3):
     from utils import make_scheduler

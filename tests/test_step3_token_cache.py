@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from launch import ROOT, modules_of
+from lab.launch import ROOT, modules_of
 
 with modules_of(3):
     import dataloader

@@ -1,6 +1,6 @@
 """What is logged: the memory of the largest rank, which need not be the one that logs, and the time of that one."""
 
-from launch import metrics
+from lab.launch import metrics
 
 
 def test_memory_is_the_largest_of_all_ranks_and_seconds_are_the_logging_ranks_own_in_each_step(run_code, tmp_path):

@@ -4,7 +4,7 @@ import types
 
 import pytest
 import torch
-from launch import fork, metrics, modules_of
+from lab.launch import fork, metrics, modules_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from launch import MODELS, ROOT, fork
-from recordings import Case, train_here
+from lab.launch import MODELS, ROOT, fork
+from support.recordings import Case, train_here
 
 EIGHT = Case(8, num_steps=2, dtype="bfloat16", tp=2, pp=2, accumulation=4, engine="1f1b")
 NINE = Case(9, num_steps=2, dtype="bfloat16", tp=2, pipelines="2,3;5", num_microbatches="5,3")

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import transformers
-from launch import MODELS, ROOT, STEPS, fork, losses
+from lab.launch import MODELS, ROOT, STEPS, fork, losses
 from packaging.version import Version
 
 SCRIPT = STEPS["9"] / "run_causal_lm.py"

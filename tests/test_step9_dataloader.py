@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from launch import modules_of
+from lab.launch import modules_of
 
 with modules_of(9):
     from dataloader import HeterogeneousDataLoader, deal_microbatches

@@ -2,7 +2,7 @@
 
 import json
 
-from launch import MODELS, ROOT, fork
+from lab.launch import MODELS, ROOT, fork
 
 SCRIPT = ROOT / "tests" / "support" / "dropout_over_ranks.py"
 

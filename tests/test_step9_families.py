@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launch import MODELS, ROOT, STEPS, fork, losses
+from lab.launch import MODELS, ROOT, STEPS, fork, losses
 
 SAMPLED = {1: ["gpt2-tied", "mixtral", "bert-tied", "vit", "gpt2-frozen"],  # tp_size -> cases: each kind of model once
            2: ["gpt2-tied", "gpt2-frozen", "qwen3-tied", "gpt-neox", "opt-projected", "llama-classifier",

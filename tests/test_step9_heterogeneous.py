@@ -1,6 +1,6 @@
 """Step 9's pipelines of unlike shapes train one model. Their math is in same_math."""
 
-from launch import MODELS
+from lab.launch import MODELS
 
 
 def test_ranks_that_made_unlike_models_train_that_of_rank_0(run_code):

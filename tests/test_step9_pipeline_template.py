@@ -6,9 +6,9 @@ import re
 
 import pytest
 import torch
-from families import (
+from support.families import (
     FAMILIES, TOYS, TRIED, PipelineTemplate, our_model, run_chain, stages_of, toy, toy_batch, toy_on_meta)
-from launch import ROOT
+from lab.launch import ROOT
 from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig
 
 GPT2 = "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel"

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from families import (
+from support.families import (
     HeterogeneousParallelPlugin, PipelineTemplate, listed_modules, run_chain, stages_of, toy)
 
-from launch import modules_of
+from lab.launch import modules_of
 
 with modules_of(9):
     from data_parallel import Bucket

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from families import (
+from support.families import (
     CASES, IDS, PipelineStage, PipelineTemplate, hf_tensor_parallel, load_weights, run_chain, stages_on_meta, toy,
     toy_batch, toy_loss, toy_on_meta)
 from safetensors.torch import save_file

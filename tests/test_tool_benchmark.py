@@ -6,10 +6,10 @@ import types
 
 import pytest
 
-import measure_course
-from contestants import BASELINE, RUNS
-from launch import ROOT
-from make_tiny_llama import make
+from maintain import measure_course
+from maintain.contestants import BASELINE, RUNS
+from lab.launch import ROOT
+from maintain.make_tiny_llama import make
 
 
 @pytest.fixture(scope="module")

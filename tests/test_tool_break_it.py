@@ -6,7 +6,7 @@ import shlex
 
 import break_it
 from break_it import FAULTS
-from launch import ROOT, STEPS, start_fork
+from lab.launch import ROOT, STEPS, start_fork
 from test_pages import missing_paths
 
 PAGE = (ROOT / "docs" / "DEBUGGING.md").read_text(encoding="utf-8")

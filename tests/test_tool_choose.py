@@ -5,20 +5,20 @@ import types
 
 import pytest
 import torch
-from launch import ROOT, STEPS, fork, modules_of
-from messages import messages
+from lab.launch import ROOT, STEPS, fork, modules_of
+from support.messages import messages
 from test_tool_site_scripts import needs_node, node
 
 with modules_of(9):
     import choose
-    import split_memory
-    import splits
-    from data_sheets import PRESETS, Shape, kept_by_layer, parse_nodes, synthetic_cluster
+    from sizes import split_memory
+    from sizes import splits
+    from sizes.data_sheets import PRESETS, Shape, kept_by_layer, parse_nodes, synthetic_cluster
     import model
     from planning.module_memory import saved_bytes
     from planning.machines import Cluster, Pipeline, Setting
     from planning.simulate import peak_memory
-    from splits import Job, Split
+    from sizes.splits import Job, Split
 with modules_of(11):
     from virtual_stages import SCHEDULES
 

@@ -2,7 +2,7 @@
 
 import compare_runs
 import pytest
-from launch import fork, metrics
+from lab.launch import fork, metrics
 
 
 @pytest.fixture(scope="module")

@@ -10,18 +10,18 @@ import types
 from collections import Counter
 
 import pytest
-from launch import ROOT, STEPS, environment, fork, modules_of
-from messages import LOGGED, messages
+from lab.launch import ROOT, STEPS, environment, fork, modules_of
+from support.messages import LOGGED, messages
 
 with modules_of(9):
     import dry_run
-    import published_runs
-    import split_memory
-    import splits
-    from data_sheets import PRESETS, Shape
-    from dry_run_clock import Clock, Machine, flops_per_token, simulate
-    from dry_run_rank import Event, Handle
-    from dry_run_step import run_rank
+    from maintain import published_runs
+    from sizes import split_memory
+    from sizes import splits
+    from sizes.data_sheets import PRESETS, Shape
+    from sizes.clock import Clock, Machine, flops_per_token, simulate
+    from lab.watch.memory import Event, Handle
+    from lab.alone import run_rank
     from utils import UserError
 with modules_of(11):
     from virtual_stages import SCHEDULES

@@ -1,6 +1,6 @@
 """Each figure that is drawn without a run is drawn."""
 
-import make_figures
+from maintain import make_figures
 
 
 def test_drawn_figures(tmp_path):

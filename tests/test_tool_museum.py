@@ -5,13 +5,13 @@ import itertools
 import re
 
 import break_it
-import find_faults
+from museum import find_faults
 import pytest
-from break_faults import Edit, edited
+from museum.faults import Edit, edited
 from break_it import FAULTS
-from break_flags import one_process
-from find_faults import CHECKS, TOPOLOGIES, Finding, case_of
-from launch import ROOT
+from lab.flags import one_process
+from museum.find_faults import CHECKS, TOPOLOGIES, Finding, case_of
+from lab.launch import ROOT
 
 PAGE = (ROOT / "docs" / "DEBUGGING.md").read_text(encoding="utf-8")
 FIRST = {step: next(each for each in TOPOLOGIES if each[0] == step) for step in ("4", "5", "8", "14")}  # by default

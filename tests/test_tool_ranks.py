@@ -5,10 +5,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from baton import Violation
-from launch import fork, metrics
-from thread_ranks import World
-from step_modules import SMALL, StepSource, train
+from lab.baton import Violation
+from lab.launch import fork, metrics
+from lab.thread_ranks import World
+from lab.program import SMALL, StepSource, train
 
 
 def violation(size: int, program, timeout: float = 20) -> str:

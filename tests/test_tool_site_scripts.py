@@ -5,8 +5,9 @@ import shutil
 import subprocess
 
 import pytest
-from launch import ROOT
-from schedule_check import play
+from lab.launch import ROOT
+from lab.watch.schedule import play
+import make_site  # noqa: F401  makes known where the site's modules are
 from site_forms import schedules
 
 needs_node = pytest.mark.skipif(not shutil.which("node"), reason="the site's JavaScript needs apt-get install nodejs")

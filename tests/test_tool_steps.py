@@ -1,7 +1,7 @@
 """steps.py diff on small made-up steps."""
 
 import pytest
-from made_up_steps import clean, repo, run  # noqa: F401, fixtures
+from support.made_up_steps import clean, repo, run  # noqa: F401, fixtures
 
 
 def test_diff_shows_changed_files_or_those_that_are_named(run):

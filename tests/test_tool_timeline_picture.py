@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from launch import fork, writing
+from lab.launch import fork, writing
 from timeline_picture import draw, overlap_of, read_trace
 
 

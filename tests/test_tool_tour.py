@@ -6,7 +6,7 @@ import sys
 import pytest
 import steps
 import tour
-from made_up_steps import replace, table, write
+from support.made_up_steps import replace, table, write
 
 MODEL = '''import os
 

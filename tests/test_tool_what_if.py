@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from launch import modules_of
+from lab.launch import modules_of
 
 with modules_of(9):
     import what_if
-    from data_sheets import (
+    from sizes.data_sheets import (
         DEVICES, PRESETS, Costs, Node, Shape, parse_nodes, parse_rate, read_nodes, read_shape, synthetic_cluster,
     )
     from planning.machines import Cluster, Setting

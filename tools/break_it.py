@@ -24,10 +24,12 @@ import subprocess
 import sys
 import tempfile
 
-from break_beyond import FAULTS
-from break_faults import SGD, Edit, Fault, edited
-from break_flags import one_process
-from launch import ROOT, STEPS, metrics, torchrun
+sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
+
+from museum.faults_beyond import FAULTS
+from museum.faults import SGD, Edit, Fault, edited
+from lab.flags import one_process
+from lab.launch import ROOT, STEPS, metrics, torchrun
 
 PER_STEP = "{:>4} {:>12} {:>9} {:>11} {:>17} {:>10} {:>7}"
 
@@ -136,7 +138,7 @@ def start(args: argparse.Namespace) -> int:
             print(f"{name:9} step {fault.step}: {fault.sentence} ({', '.join(fault.reported)})")
         return 0
     if args.find:
-        import find_faults  # and with it torch
+        from museum import find_faults  # and with it torch
 
         if args.name:
             return find_faults.find_one(args.name, FAULTS[args.name], args.healthy)

@@ -12,16 +12,20 @@ The page "How to split" of the site computes the same (site/choose.js).
 """
 
 import argparse
+import pathlib
+import sys
 from collections import Counter
 from typing import NamedTuple
 
-from data_sheets import (  # before the modules of cluster/, which it makes known
+sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
+
+from sizes.data_sheets import (  # before the modules of cluster/, which it makes known
     LINK_SHARE, PRESETS, add_device_flags, read_nodes, read_shape,
 )
 from plan import add_model_flags, share_of_memory
 from ranks.memory import USABLE_MEMORY
-from split_memory import held
-from splits import (
+from sizes.split_memory import held
+from sizes.splits import (
     AXES, Job, Split, all_parameters, check_batch, chunks, refusal, sent, sent_to_copies, shards, splits,
 )
 from utils import ArgumentParser, UserError, one_clear_error, number, positive_int, to_readable_format, zero_or_more

@@ -11,7 +11,9 @@ import pathlib
 import shutil
 import sys
 
-from launch import ROOT, Help, metrics, writing
+sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
+
+from lab.launch import ROOT, Help, metrics, writing
 
 
 def to_tensorboard(run: pathlib.Path, out: pathlib.Path) -> pathlib.Path:

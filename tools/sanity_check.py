@@ -33,8 +33,10 @@ import sys
 import time
 from typing import NamedTuple
 
-from launch import ROOT, STEPS, Help, metrics, torchrun, writing
-from sanity_figure import draw
+sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
+
+from lab.launch import ROOT, STEPS, Help, metrics, torchrun, writing
+from course.sanity_figure import draw
 
 QUANTITIES = {"loss": "loss", "grad_norm": "gradient norm"}  # in metrics.jsonl, and in words
 TINYLLAMA = dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32, head_dim=64,

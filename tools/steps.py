@@ -20,8 +20,8 @@ import signal
 import sys
 from pathlib import Path
 
-from steps_check import run_check
-from steps_compare import compare, find_steps, git_diff, pick
+from course.steps_check import run_check
+from course.steps_compare import compare, find_steps, git_diff, pick
 
 
 def run_diff(steps, args):

@@ -15,7 +15,9 @@ import re
 import sys
 from typing import NamedTuple
 
-from launch import writing
+sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
+
+from lab.launch import writing
 
 COMPUTE = ("forward", "backward", "weight gradients")
 COLOURS = {"forward": "#4477aa", "backward": "#228833", "weight gradients": "#ccbb44", "all-reduce": "#ee7733",

@@ -16,8 +16,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-from steps_compare import find_steps, predecessor
-from tours import Scene, Tour, find_tours, read_tour, shown_lines
+from course.steps_compare import find_steps, predecessor
+from course.tours import Scene, Tour, find_tours, read_tour, shown_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -14,11 +14,15 @@ of a card less what CUDA and its libraries occupy. Without numbers or --model_na
 
 import argparse
 import math
+import pathlib
 import re
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from data_sheets import (  # before the modules of cluster/, which it makes known
+sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
+
+from sizes.data_sheets import (  # before the modules of cluster/, which it makes known
     EFFICIENCY, LINK_SHARE, PRESETS, Costs, Node, Shape, add_device_flags, link, read_nodes, read_shape,
     synthetic_cluster,
 )
@@ -29,7 +33,7 @@ from planning.search import find_plans
 from planning.shares import shares_by_speed
 from planning.simulate import peak_memory, simulate
 from ranks.memory import USABLE_MEMORY
-from splits import check_batch
+from sizes.splits import check_batch
 from utils import TINY_LLAMA, ArgumentParser, UserError, one_clear_error, positive_int
 from utils import to_readable_format
 

@@ -13,12 +13,16 @@ import copy
 import json
 import os
 import pathlib
+import sys
 import tempfile
 import time
 
 import torch
 import torch.distributed as dist
-from launch import ROOT, Help, fork, metrics, modules_of, writing
+
+sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
+
+from lab.launch import ROOT, Help, fork, metrics, modules_of, writing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B

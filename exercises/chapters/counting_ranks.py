@@ -6,7 +6,7 @@ import references
 from counting_attempt import counts
 from counting_ranks import DP_TP, dp_run, pipeline_run, rank_run, tp_run
 from counting_runs import count_of, llama
-from thread_ranks import World
+from lab.thread_ranks import World
 
 
 @counts("2", "bytes", hints=(

@@ -3,7 +3,7 @@
 from counting_attempt import counts
 from counting_ranks import played
 from counting_runs import SEVEN_B, SHAPE, flops_of_a_sample, weights_that_multiply
-from schedule_check import UNITS
+from lab.watch.schedule import UNITS
 
 LLAMAS = [SEVEN_B, dict(zip(SHAPE, (32000, 2048, 5632, 22, 32, 4, 64))),
           dict(zip(SHAPE, (32000, 5120, 13824, 40, 40, 40, 128)))]  # of 7, 1 and 13 billion

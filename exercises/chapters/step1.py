@@ -6,7 +6,7 @@ import torch
 
 from attempt import random
 from catalogue import exercise
-from step_modules import StepSource
+from lab.program import StepSource
 
 
 @exercise("1", "model.Attention.forward", hints=(

@@ -2,7 +2,7 @@
 
 from catalogue import exercise
 from schedule_attempt import count, picture, play_schedule, train_with
-from schedule_check import UNITS
+from lab.watch.schedule import UNITS
 
 
 @exercise("11", "virtual_stages.interleave", hints=(

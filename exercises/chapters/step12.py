@@ -9,7 +9,7 @@ import tempfile
 import torch
 
 from catalogue import exercise
-from launch import ROOT
+from lab.launch import ROOT
 
 
 def numbers(rank: int, count: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 
 from attempt import random
 from catalogue import exercise
-from step_modules import StepSource
+from lab.program import StepSource
 
 WIDTH = 3
 
@@ -96,7 +96,7 @@ def missing_collective(attempt):
     rows, sent = random_block(4, 8, 3, 12), {"f": 0, "g": 0}
     if attempt.in_one_process:
         with attempt.typed({"tp": 2}) as rank:
-            from typed_rank import I, P, R, V, spmd
+            from lab.watch.types import I, P, R, V, spmd
 
             tensors = {name: torch.nn.Parameter(part) for name, part in parts_of(rows, 2)[0].items()}
             rank.start(tensors, lambda name: {"tp": V if name in ("up", "down") else I})

@@ -7,7 +7,7 @@ import torch
 from attempt import Wrong
 from catalogue import exercise
 from schedule_attempt import count, picture, play_schedule, train_with
-from step_modules import StepSource
+from lab.program import StepSource
 
 
 class Asked(dict):

@@ -5,7 +5,7 @@ import itertools
 import torch
 
 from catalogue import exercise
-from step_modules import SMALL
+from lab.program import SMALL
 
 
 @exercise("9", "dataloader.deal_microbatches", hints=(

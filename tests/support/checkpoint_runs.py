@@ -108,7 +108,7 @@ def be_a_host(folder: str) -> None:
 
 def main() -> None:
     import torch
-    from huggingface import float64_throughout
+    from lab.huggingface import float64_throughout
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     out, script = sys.argv[1:3]
@@ -139,5 +139,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(ROOT / "tests" / "support"))
+    sys.path.append(str(ROOT))
     main()

@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 
-from bed import NAME, NODES, SSH_CONFIG, processes, testbed
-from launcher import Launch, eventually, write_hosts
+from maintain.bed import NAME, NODES, SSH_CONFIG, processes, testbed
+from support.launcher import Launch, eventually, write_hosts
 
 
 def pids_of(node: str) -> set[str]:

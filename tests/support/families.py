@@ -14,8 +14,8 @@ import torch.nn.functional as F
 import transformers
 from transformers.utils import logging
 
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "tools"))  # in a rank pytest.ini does not count
-from launch import modules_of  # noqa: E402
+sys.path.append(str(pathlib.Path(__file__).parents[2]))  # in a rank pytest.ini does not count
+from lab.launch import modules_of  # noqa: E402
 
 with modules_of(9):  # here, once: tests take them from this module
     import hf_tensor_parallel

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from families import (
     HeterogeneousParallelPlugin, PipelineTemplate, listed_modules, pgm, tensor_parallel, toy, toy_batch, toy_loss)
-from huggingface import float64_throughout
+from lab.huggingface import float64_throughout
 
 STEPS, MICROBATCH, NUM_MICROBATCHES = 5, 2, 3
 MAX_GRAD_NORM = 0.1  # less than any norm of the first step

@@ -17,11 +17,11 @@ import sys
 import time
 from typing import NamedTuple
 
-from bed import NODES, SSH_CONFIG, testbed
-from elastic_bed import kill_all, nothing_runs, pids_of, switch_on
-from launch import ROOT
-from launcher import Launch, eventually, write_hosts
-from processes import processes
+from maintain.bed import NODES, SSH_CONFIG, testbed
+from support.elastic_bed import kill_all, nothing_runs, pids_of, switch_on
+from lab.launch import ROOT
+from support.launcher import Launch, eventually, write_hosts
+from support.processes import processes
 
 FLAGS = ["--seq_len", 16, "--dtype", "float64", "--batch_size", 1, "--num_hidden_layers", 4, "--learning_rate", 1e-5,
          "--device", "cpu"]

@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 
-from launch import ROOT
-from processes import Command, eventually
+from lab.launch import ROOT
+from support.processes import Command, eventually
 
 TORCH = """
 import os, types

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 import steps
-import steps_check
+from course import steps_check
 
 MODEL = "".join(f"layer{i} = {i}\n\n\n" for i in range(6))
 TRAIN = "import os\nimport model\n\n\ndef main():\n    print(model.layer1)\n\n\nmain()\n"

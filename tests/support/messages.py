@@ -4,8 +4,8 @@ from collections import Counter
 
 import torch
 import torch.distributed as dist
-from step_modules import StepSource, train
-from thread_ranks import World
+from lab.program import StepSource, train
+from lab.thread_ranks import World
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 KINDS = ("send", "receive", "all_reduce", "all_to_all_single")

@@ -8,7 +8,7 @@ import subprocess
 import time
 import uuid
 
-from launch import ROOT, environment
+from lab.launch import ROOT, environment
 
 
 def processes(marker: str) -> dict[int, int | None]:

@@ -3,9 +3,9 @@
 import math
 import random
 
-from checkpoint_runs import SIZES
-from families import DECODERS, TOYS
-from recordings import words
+from support.checkpoint_runs import SIZES
+from support.families import DECODERS, TOYS
+from support.recordings import words
 
 WORDS = 1024  # of the tokenizer
 TP = {"tp_size": (1, 1, 1, 2, 2, 3, 4)}

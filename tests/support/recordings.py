@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from launch import ROOT, STEPS, metrics, start_fork
-from record import Recording
-from step_modules import StepSource, train
+from lab.launch import ROOT, STEPS, metrics, start_fork
+from support.record import Recording
+from lab.program import StepSource, train
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 

@@ -5,7 +5,7 @@ import re
 import textwrap
 from typing import NamedTuple
 
-from launch import ROOT
+from lab.launch import ROOT
 from test_pages import READMES
 
 NETWORK, GPU, HOUR, CI = "a network", "a GPU", "an hour", "run by .ci/run"

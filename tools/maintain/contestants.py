@@ -6,8 +6,8 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-from launch import ROOT, STEPS, metrics
-from turns import Program
+from lab.launch import ROOT, STEPS, metrics
+from maintain.turns import Program
 
 TOKENS_A_STEP = 4096
 BASELINE = "step 3, one process"

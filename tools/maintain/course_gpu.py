@@ -21,9 +21,9 @@ import statistics
 import sys
 import tempfile
 
-from contestants import Run, check_losses, make_tokens, read_results, start
-from make_tiny_llama import resized
-from turns import keep, table, take_turns, times_as_fast
+from maintain.contestants import Run, check_losses, make_tokens, read_results, start
+from maintain.make_tiny_llama import resized
+from maintain.turns import keep, table, take_turns, times_as_fast
 
 STEPS = 7  # of a turn
 SHAPES = {  # changes of the tiny Llama, and tokens a step
@@ -37,7 +37,7 @@ OURS, THEIRS, COMPILED = "ours", "Hugging Face, autocast", ", compiled"
 
 def gpu(args) -> None:
     import torch
-    from data_sheets import DEVICES, MODEL, Shape
+    from sizes.data_sheets import DEVICES, MODEL, Shape
 
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("error: torch sees no CUDA device: run this on a machine with a GPU and a CUDA build of torch, "

@@ -12,8 +12,6 @@ activations   Bytes that autograd keeps of a micro-batch of one sample, see test
 All are of the rank that holds most.
 """
 
-import tools_path  # noqa: F401  before launch
-
 import gc
 import json
 import math
@@ -24,9 +22,11 @@ import runpy
 import sys
 import tempfile
 
-from launch import ROOT, STEPS, launch, metrics
-from make_tiny_llama import resized
-from turns import table
+sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools/, and where lab is
+
+from lab.launch import ROOT, STEPS, launch, metrics
+from maintain.make_tiny_llama import resized
+from maintain.turns import table
 
 PEAKS = {  # name -> step, ranks, flags
     "one process": (3, 1, "--gradient_accumulation_steps 16"),
@@ -136,7 +136,7 @@ def measure_activations(step: int, flags: str, seq_len: int) -> dict[str, float]
 
 def formula_of_activations(seq_len: int, tp: int = 1, sequence: bool = False, cp: int = 1) -> dict[str, float]:
     """What measure_activations() should find. Below are bytes for each token of the text."""
-    from data_sheets import MODEL, Shape, kept_by_layer
+    from sizes.data_sheets import MODEL, Shape, kept_by_layer
 
     config = json.loads((ROOT / "assets" / "tiny_llama" / "config.json").read_text())
     shape = Shape(*(config[name] for name in (*MODEL, "head_dim")))

@@ -5,8 +5,6 @@ process, of one thread, and take turns step by step on the same samples. Seconds
 processor, so what else the machine does hardly counts.
 """
 
-import tools_path  # noqa: F401  before launch
-
 import argparse
 import functools
 import json
@@ -19,9 +17,11 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from launch import STEPS, modules_of
-from make_tiny_llama import resized
-from turns import Program, programs_in_turns, table
+sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools/, and where lab is
+
+from lab.launch import STEPS, modules_of
+from maintain.make_tiny_llama import resized
+from maintain.turns import Program, programs_in_turns, table
 
 RATES, SEEDS = (1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2), (42, 43, 44)  # learning rates
 NUM_STEPS, SAMPLES = 150, 8  # of 128 tokens, a step

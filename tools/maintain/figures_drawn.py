@@ -5,7 +5,7 @@ ring attention. See make_figures.py.
 import types
 
 import matplotlib.patches as patches
-from launch import modules_of
+from lab.launch import modules_of
 from matplotlib.figure import Figure
 from timeline_picture import GROUND, INK
 

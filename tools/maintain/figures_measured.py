@@ -3,7 +3,7 @@
 import pathlib
 import statistics
 
-from figures_drawn import INK, canvas
+from maintain.figures_drawn import INK, canvas
 from matplotlib.patches import Patch
 from timeline_picture import COLOURS, COMPUTE, Span, bubble_of, computed, draw_compute, read_trace, seconds_of
 

@@ -8,8 +8,6 @@ between two steps is in it, but for evaluations. The steps before work has settl
 of a run, behind which a checkpoint is saved.
 """
 
-import tools_path  # noqa: F401  before launch
-
 import importlib
 import json
 import os
@@ -23,10 +21,12 @@ import time
 from itertools import pairwise
 from typing import NamedTuple
 
-from launch import ROOT, metrics, modules_of
-from bed import NODES, SSH_CONFIG, on_disk, testbed
+sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools/, and where lab is
+
+from lab.launch import ROOT, metrics, modules_of
+from maintain.bed import NODES, SSH_CONFIG, on_disk, testbed
 from launcher import Launch, write_hosts
-from make_tiny_llama import resized
+from maintain.make_tiny_llama import resized
 
 CLUSTER = ROOT / "cluster"
 sys.path.append(str(CLUSTER))  # for the planner

@@ -7,8 +7,6 @@ A machine with two cores can't run four stages at once, and those that compute w
 ranks that are to be slower have turns of some milliseconds: of two ranks that take turns, each has half a core.
 """
 
-import tools_path  # noqa: F401  before launch
-
 import argparse
 import functools
 import json
@@ -20,12 +18,14 @@ import sys
 import tempfile
 import time
 
-import course_muon
-import figures_drawn
-import figures_measured
-from launch import ROOT, STEPS, Help, environment, modules_of, writing
-from make_tiny_llama import resized
-from turns import Program
+sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools/, and where lab is
+
+from maintain import course_muon
+from maintain import figures_drawn
+from maintain import figures_measured
+from lab.launch import ROOT, STEPS, Help, environment, modules_of, writing
+from maintain.make_tiny_llama import resized
+from maintain.turns import Program
 
 SLICE, REPEATS = 0.004, 5  # seconds of a turn; runs of which the shortest is drawn
 LARGER = dict(hidden_size=256, intermediate_size=688, num_attention_heads=8, num_key_value_heads=4, head_dim=32)

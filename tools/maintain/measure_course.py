@@ -20,8 +20,6 @@ torch's schedules: "zero bubble" is ScheduleInterleavedZeroBubble with one stage
 stages a rank, and so has "zero bubble V", which is ScheduleZBVZeroBubble.
 """
 
-import tools_path  # noqa: F401  before launch
-
 import argparse
 import functools
 import pathlib
@@ -30,12 +28,14 @@ import statistics
 import sys
 import tempfile
 
-import course_gpu
-import course_memory
-import course_muon
-from contestants import GROUPS, RUNS, TOKENS_A_STEP, Run, check_losses, make_tokens, read_results, start
-from launch import Help
-from turns import keep, programs_in_turns, table, times_as_fast
+sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools/, and where lab is
+
+from maintain import course_gpu
+from maintain import course_memory
+from maintain import course_muon
+from maintain.contestants import GROUPS, RUNS, TOKENS_A_STEP, Run, check_losses, make_tokens, read_results, start
+from lab.launch import Help
+from maintain.turns import keep, programs_in_turns, table, times_as_fast
 
 
 def main():
@@ -48,7 +48,7 @@ def main():
     parser.add_argument("--json", type=pathlib.Path, help="keep the seconds of each step here")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="of gpu")
     parser.add_argument("--shape", choices=course_gpu.SHAPES, default="tinyllama", help="of gpu: of the model")
-    parser.add_argument("--gpu", metavar="NAME", help="the MFU is of this data sheet of tools/data_sheets.py")
+    parser.add_argument("--gpu", metavar="NAME", help="the MFU is of this data sheet of tools/sizes/data_sheets.py")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: at least 1")
@@ -58,7 +58,7 @@ def main():
 def speed(args) -> None:
     if not (chosen := [name for name in RUNS if re.search(args.only, name)]):
         sys.exit(f"error: --only {args.only!r} fits none of: {'; '.join(RUNS)}")
-    from make_tiny_llama import make  # imports transformers: seconds, too many for --help
+    from maintain.make_tiny_llama import make  # imports transformers: seconds, too many for --help
 
     found = {}
     with tempfile.TemporaryDirectory() as folder:

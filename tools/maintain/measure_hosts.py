@@ -30,23 +30,24 @@ Of `together` and `plans`, the machines are measured first. Then all candidates 
 weights, in turns, round by round, each in processes of its own (hosts_bench.py).
 """
 
-import tools_path  # noqa: F401  before launch
-
 import argparse
 import json
 import math
 import pathlib
 import re
 import statistics
+import sys
 import tempfile
 import time
 from itertools import pairwise
 
-from launch import Help
-from bed import NODES, testbed
+sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools/, and where lab is
+
+from lab.launch import Help
+from maintain.bed import NODES, testbed
 from elastic_bed import Training, kill_all, switch_on
-from hosts_bench import Bench, Candidate
-from turns import keep, read_results, table
+from maintain.hosts_bench import Bench, Candidate
+from maintain.turns import keep, read_results, table
 
 SIZE, LAYERS, SECONDS = 4, 8, 2.2  # samples of a micro-batch; of the tiny Llama; of a step, if all compute all the time
 SETTLED = 5  # steps: the early move of --replan is made after the fourth one, or sooner

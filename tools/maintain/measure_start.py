@@ -7,8 +7,6 @@ rank's seconds, a rank's seconds of the processor, and what the ranks ask of the
 asked to make. Last, one rank of 16,384 makes its grid (tp 8, pp 16) over torch's "fake" group, without other ranks.
 """
 
-import tools_path  # noqa: F401  before launch
-
 import os
 import pathlib
 import signal
@@ -19,11 +17,13 @@ import time
 from collections.abc import Callable
 from statistics import mean, median
 
+sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools/, and where lab is
+
 import torch.distributed as dist
-from launch import ROOT, STEPS
-from step_modules import StepSource
+from lab.launch import ROOT, STEPS
+from lab.program import StepSource
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from turns import table
+from maintain.turns import table
 
 asked = []  # of the store and of new_group()
 stores = []  # torch itself does not keep what is Python's of a store

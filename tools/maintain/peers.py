@@ -10,15 +10,17 @@ backward() ends with "element 0 of tensors does not require grad and does not ha
 last, and no gradient would travel back.
 """
 
-import tools_path  # noqa: F401  before launch
-
 import argparse
 import itertools
 import os
+import pathlib
+import sys
+
+sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools/, and where lab is
 
 import torch
 import torch.distributed as dist
-from launch import Help, modules_of
+from lab.launch import Help, modules_of
 from with_torch import accumulate, add_flags, cut, initial_model, make_mesh, mean_over, parallel, run_pipeline, train
 
 with modules_of(3):
@@ -91,7 +93,7 @@ def pipeline(model, mesh, args):
 
 def hugging_face(model, mesh, args):
     """LlamaForCausalLM with our weights."""
-    from huggingface import their_name
+    from lab.huggingface import their_name
     from transformers import LlamaConfig, LlamaForCausalLM
 
     theirs = LlamaForCausalLM(LlamaConfig.from_pretrained(args.model_name, attn_implementation="sdpa"))

@@ -14,11 +14,12 @@ import pathlib
 import statistics
 import sys
 
-import tools_path  # noqa: F401
-from data_sheets import EFFICIENCY, PRESETS, Shape, parse_nodes
-from dry_run_clock import Clock, Machine, machine_of, predict
-from dry_run_rank import Event
-from dry_run_step import run_rank
+sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools/, and where lab is
+
+from sizes.data_sheets import EFFICIENCY, PRESETS, Shape, parse_nodes
+from sizes.clock import Clock, Machine, machine_of, predict
+from lab.watch.memory import Event
+from lab.alone import run_rank
 
 TRAIN = pathlib.Path(__file__).resolve().parents[2] / "beyond" / "step16_expert_parallel" / "train.py"
 INTERLEAVED = "--pp_engine interleaved --virtual_stages "

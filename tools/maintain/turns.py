@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from launch import environment, writing
+from lab.launch import environment, writing
 
 
 def take_turns(turns: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:

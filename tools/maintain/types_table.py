@@ -3,19 +3,20 @@
     python tools/maintain/types_table.py        # a quarter of an hour
 
 The museum's faults train here, on ranks in one process, with two layers. What same_numbers and the loss say of the
-published ones is in docs/SAME_NUMBERS.md, whose command is tests/support/published_faults.py.
+published ones is in docs/SAME_NUMBERS.md, whose command is tools/museum/published_faults.py.
 """
 
-import tools_path  # noqa: F401  before launch
-
+import pathlib
 import re
 import sys
 from unittest import mock
 
+sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools/, and where lab is
+
 from find_by_types import FAULTS, case_of, check, not_tried, published, sizes, source, train, trainers
-from find_faults import forget_models, same
-from launch import ROOT
-from thread_ranks import Violation
+from museum.find_faults import forget_models, same
+from lab.launch import ROOT
+from lab.thread_ranks import Violation
 
 
 def off_after(name: str, steps: int = 100) -> str:
@@ -29,7 +30,7 @@ def off_after(name: str, steps: int = 100) -> str:
 
     nothing = mock.Mock()  # train() would keep the weights and gradients of each step
     try:
-        with mock.patch.multiple("step_modules", register_optimizer_step_pre_hook=nothing,
+        with mock.patch.multiple("lab.program", register_optimizer_step_pre_hook=nothing,
                                  register_optimizer_step_post_hook=nothing):
             percent = 100 * (loss(FAULTS[name].edits) / loss(()) - 1)
         return f"{percent:+.2g}" if abs(percent) > 1e-3 else "0"
@@ -66,7 +67,7 @@ def main() -> int:
             except (Violation, KeyError):
                 numbers = False
             off = off_after(name)
-        else:  # python tests/support/published_faults.py has measured these
+        else:  # python tools/museum/published_faults.py has measured these
             row = re.search(rf"^\| {name.replace(' ', ', ')}: .*$", page, re.M)[0].split(" | ")
             numbers, off = bool(row[3]), row[2].removesuffix(" %")
         rows.append((name, types, numbers, off))

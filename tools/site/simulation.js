@@ -1,4 +1,4 @@
-// play() of tools/schedule_check.py, to which it is held equal by tests/test_tool_site_scripts.py, with messages that
+// play() of lab/watch/schedule.py, to which it is held equal by tests/test_tool_site_scripts.py, with messages that
 // take time and machines of unlike speed.
 "use strict";
 

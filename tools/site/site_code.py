@@ -16,8 +16,8 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_for_filename
 from pygments.lexers.special import TextLexer
 from pygments.util import ClassNotFound
-from steps_compare import Change, git_diff
-from tours import Scene, shown_lines
+from course.steps_compare import Change, git_diff
+from course.tours import Scene, shown_lines
 
 CONTEXT, SHORTEST_FOLD = 3, 4  # unchanged lines shown around a change; of fewer lines than that, none are folded
 WORD = re.compile(r"\w+|\s+|.")

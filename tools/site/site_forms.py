@@ -6,12 +6,12 @@ import pathlib
 import sys
 
 import jinja2
-from launch import ROOT, modules_of
+from lab.launch import ROOT, modules_of
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.append(str(ROOT / "cluster"))
 with modules_of(9):
-    from data_sheets import PRESETS
+    from sizes.data_sheets import PRESETS
     from planning.schedules import SCHEDULES as OF_PLANNER
 with modules_of(11):
     from virtual_stages import SCHEDULES as OF_STEPS

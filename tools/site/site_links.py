@@ -15,8 +15,8 @@ import pathlib
 import re
 import shutil
 
-from steps_compare import compare, find_steps, predecessor
-from tours import find_tours
+from course.steps_compare import compare, find_steps, predecessor
+from course.tours import find_tours
 
 GROUPS = {  # of the navigation -> its pages, in order; a pattern takes those that it finds
     "Course": ("step*/README.md", "playground", "exercises/README.md", "docs/TOUR.md", "docs/WEEK.md",

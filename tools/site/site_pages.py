@@ -10,8 +10,8 @@ from site_code import diff_html, file_html
 from site_links import FORMS, Repository
 from site_search import write_search
 from site_tours import tour_text
-from steps_compare import predecessor
-from tours import definitions
+from course.steps_compare import predecessor
+from course.tours import definitions
 
 EXERCISE = """# {title}
 

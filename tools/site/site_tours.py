@@ -1,7 +1,7 @@
 """The tours as pages and as silent films: a scene is a section with its lines of code beside its words.
 
 Of a film, Chromium draws the scenes, ffmpeg cuts and joins them: each stays as long as it takes to read its words.
-step4.mp4 stands beside tour-4.html, which shows it. tools/tours.py says what a scene is.
+step4.mp4 stands beside tour-4.html, which shows it. tools/course/tours.py says what a scene is.
 """
 
 import html
@@ -15,8 +15,8 @@ import jinja2
 from markupsafe import Markup
 from pygments.formatters import HtmlFormatter
 from site_code import scene_html
-from steps_compare import predecessor
-from tours import Tour, file_stem, read_tour
+from course.steps_compare import predecessor
+from course.tours import Tour, file_stem, read_tour
 
 HERE = pathlib.Path(__file__).resolve().parent
 WIDTH, HEIGHT, FRAMES_PER_SECOND = 1920, 1080, 5

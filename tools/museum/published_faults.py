@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))
+sys.path.insert(1, str(pathlib.Path(__file__).resolve().parents[2]))
 from same_numbers import compare, trainers_data, trainers_model  # noqa: E402
 from same_numbers.trainers_base import Run, faults, rank  # noqa: E402
 

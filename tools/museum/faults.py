@@ -1,4 +1,4 @@
-"""The faults of steps 4 to 8 that break_it.py switches on. Those of steps 10 to 16, and all of them: break_beyond.py.
+"""The faults of steps 4 to 8 that break_it.py switches on. Those of steps 10 to 16, and all of them: faults_beyond.py.
 
 Each has been made in a public project, too: `reported` says where.
 """
@@ -17,8 +17,8 @@ class Edit(NamedTuple):
 def edited(text: str, edit: Edit, where: str) -> str:
     """`text`, of the file `where`, with the edit. Raises ValueError unless it contains `edit.old` exactly once."""
     if (count := text.count(edit.old)) != 1:
-        raise ValueError(f"{where} contains this text {count} times, not once: adapt tools/break_faults.py or "
-                         f"tools/break_beyond.py to it\n{edit.old}")
+        raise ValueError(f"{where} contains this text {count} times, not once: adapt tools/museum/faults.py or "
+                         f"tools/museum/faults_beyond.py to it\n{edit.old}")
     return text.replace(edit.old, edit.new)
 
 

@@ -22,12 +22,12 @@ from typing import NamedTuple
 import torch
 
 import same_numbers
-from break_faults import Edit, Fault, edited
-from break_flags import one_process, sizes, without
-from launch import STEPS
-from thread_ranks import Violation
-from schedule_check import problem
-from step_modules import StepModules, StepSource, train
+from museum.faults import Edit, Fault, edited
+from lab.flags import one_process, sizes, without
+from lab.launch import STEPS
+from lab.thread_ranks import Violation
+from lab.watch.schedule import problem
+from lab.program import StepModules, StepSource, train
 
 STEPS_RUN, STEPS_RECORDED, FEW_MICROBATCHES = 2, 3, ("--gradient_accumulation_steps", "4")
 BYTES_TOLERANCE = 0.1  # relative; of tokens that travel to experts, the formulas know the average
@@ -109,7 +109,7 @@ def record(case: Case, folder: str) -> None:
     """Trains with a Recorder, in the places where anybody would put it into train.py."""
     made = f"find_faults.recorder(model, optimizer, {folder!r}, {sizes(case.flags).tp_size})"
     edits = [Edit("train.py", "    scheduler = make_scheduler(",
-                  f"    import find_faults\n    optimizer.recorder = {made}\n    scheduler = make_scheduler("),
+                  f"    from museum import find_faults\n    optimizer.recorder = {made}\n    scheduler = make_scheduler("),
              Edit("train.py", "optimizer.step()\n", "optimizer.recorder.step(norm=grad_norm, loss=locals().get("
                   "'loss', getattr(optimizer, 'loss', None))), optimizer.step()\n")]
     if int(case.step) >= 12:  # there optimizer.step() is in a function that does not see the loss
@@ -138,8 +138,8 @@ def same(case: Case) -> Finding:
 
 def num_bytes(case: Case) -> Finding:
     """Compares the bytes of a step, without those of the start and of numbers for the log, with splits.sent()."""
-    from data_sheets import Shape  # it knows more about models than the other checks need
-    from splits import Job, Split, sent
+    from sizes.data_sheets import Shape  # it knows more about models than the other checks need
+    from sizes.splits import Job, Split, sent
 
     found = sizes(case.flags)
     m, engine = found.gradient_accumulation_steps, found.pp_engine if found.pp_size > 1 else "-"
@@ -180,7 +180,7 @@ def simulation(case: Case) -> Finding:
 def check_schedules(modules: StepModules) -> list[str]:
     """For each schedule of a step: that it is legal, or the least size at which it is not, with a picture.
 
-    They run in the simulation of schedule_check.py, with up to 8 stages and 16 micro-batches.
+    They run in the simulation of lab/watch/schedule.py, with up to 8 stages and 16 micro-batches.
     """
     if not hasattr(modules, "pipeline_parallel"):
         return ["no schedule, so legal"]

@@ -8,7 +8,7 @@ import math
 import pathlib
 import textwrap
 
-from launch import writing
+from lab.launch import writing
 
 PANELS = {"loss": ("loss", "|loss - baseline|"),
           "grad_norm": ("gradient norm", "|gradient norm - baseline| / baseline")}

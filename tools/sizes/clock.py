@@ -21,41 +21,11 @@ from typing import NamedTuple
 
 import torch
 
-from data_sheets import LINK_SHARE, MODEL, NODE_LATENCY, Node, Shape
-from dry_run_rank import Count, Event
+from sizes.data_sheets import LINK_SHARE, MODEL, NODE_LATENCY, Node, Shape
+from lab.alone import Rank
+from lab.watch.memory import Event
 
 ACTIONS = {"forward": "F", "backward": "B", "weight gradients": "W"}
-
-
-class Rank(NamedTuple):
-    """What one rank of a step has done. `schedule`(stage, stages, micro-batches) are the actions of any stage,
-    `microbatches` those of its pipeline, `tokens` those of all ranks."""
-
-    count: Count
-    args: object
-    config: object
-    grid: object
-    store_operations: int
-    schedule: Callable | None
-    microbatches: int
-    parameters: int
-    tokens: int
-    dtype: torch.dtype
-
-    def pipeline(self) -> list[int]:
-        """The ranks of the stages of this rank's pipeline."""
-        if isinstance(self.grid.ranks, list):  # step 9
-            return self.grid.ranks[self.grid.dp_rank][:, self.grid.tp_rank].tolist()
-        dp, _, *others = (self.grid.ranks == self.grid.global_rank).nonzero()[0].tolist()
-        return self.grid.ranks[(dp, slice(None), *others)].tolist()
-
-    def kinds(self) -> list[int]:
-        """Ranks that are unlike: of its pipeline the first, the second and the last stage, as those between are like
-        the second one. With --pipelines each stage of all."""
-        if getattr(self.args, "pipelines", None):
-            return [rank for block in self.grid.ranks for rank in block[:, self.grid.tp_rank].tolist()]
-        stages = self.pipeline()
-        return sorted({*stages[:2], stages[-1]})
 
 
 class Machine(NamedTuple):

@@ -20,8 +20,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from baton import Handle, Violation, place
-from rank_collectives import Collectives, Event, Group, same_bits
+from lab.baton import Handle, Violation, place
+from lab.rank_collectives import Collectives, Event, Group, same_bits
 
 INTEGER_POISON = 99  # what a tensor of integers holds until its message is there
 

@@ -1,4 +1,4 @@
-"""Runs train.py of a step as one rank of a dry run: what stands in the place of what, see dry_run_rank.py."""
+"""Runs train.py of a step as one rank of a dry run: what stands in the place of what, see watch/memory.py."""
 
 import contextlib
 import functools
@@ -9,6 +9,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -20,11 +21,41 @@ try:
 except ImportError as error:  # torch does not promise to keep them
     sys.exit(f"error: torch {torch.__version__} has not what a dry run needs ({error}): use that of constraints.txt")
 
-from dry_run_clock import Rank
-from dry_run_rank import Communication, Count, CountedStore, NormOfCuda
-from step_modules import RandomSamples, StepModules, StepSource
+from lab.watch.memory import Communication, Count, CountedStore, NormOfCuda
+from lab.program import RandomSamples, StepModules, StepSource
 
 PHASES = ("forward", "backward", "weight gradients", "gradient norm", "optimizer")
+
+
+class Rank(NamedTuple):
+    """What one rank of a step has done. `schedule`(stage, stages, micro-batches) are the actions of any stage,
+    `microbatches` those of its pipeline, `tokens` those of all ranks."""
+
+    count: Count
+    args: object
+    config: object
+    grid: object
+    store_operations: int
+    schedule: Callable | None
+    microbatches: int
+    parameters: int
+    tokens: int
+    dtype: torch.dtype
+
+    def pipeline(self) -> list[int]:
+        """The ranks of the stages of this rank's pipeline."""
+        if isinstance(self.grid.ranks, list):  # step 9
+            return self.grid.ranks[self.grid.dp_rank][:, self.grid.tp_rank].tolist()
+        dp, _, *others = (self.grid.ranks == self.grid.global_rank).nonzero()[0].tolist()
+        return self.grid.ranks[(dp, slice(None), *others)].tolist()
+
+    def kinds(self) -> list[int]:
+        """Ranks that are unlike: of its pipeline the first, the second and the last stage, as those between are like
+        the second one. With --pipelines each stage of all."""
+        if getattr(self.args, "pipelines", None):
+            return [rank for block in self.grid.ranks for rank in block[:, self.grid.tp_rank].tolist()]
+        stages = self.pipeline()
+        return sorted({*stages[:2], stages[-1]})
 
 
 class EndOfStep(Exception):

@@ -22,7 +22,7 @@ import re
 import sys
 from typing import NamedTuple
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "cluster"))
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "cluster"))
 from ranks import course  # noqa: E402, F401  before step 9's modules
 
 from planning.machines import MODEL, NUMBER_BYTES  # noqa: E402

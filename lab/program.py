@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from launch import ROOT, STEPS
-from thread_ranks import World
+from lab.launch import ROOT, STEPS
+from lab.thread_ranks import World
 
 SMALL = ("--model_name", str(ROOT / "assets" / "tiny_llama"), "--num_hidden_layers", "4", "--seq_len", "16",
          "--micro_batch_size", "1", "--dtype", "float64", "--device", "cpu")

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from typed_gradients import I, P, R, TypedGradients, TypeRefused, V, set_types, spmd
+from lab.watch.typed_gradients import I, P, R, TypedGradients, TypeRefused, V, set_types, spmd
 
 __all__ = ["I", "P", "R", "TypedRank", "TypeRefused", "V", "set_types", "spmd"]
 TYPES_OF = {  # what forward calls, what backward calls -> the types of the input and of the output

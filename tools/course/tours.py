@@ -31,7 +31,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from steps_compare import compare, find_steps, git_diff, predecessor
+from course.steps_compare import compare, find_steps, git_diff, predecessor
 
 MOST_LIT, MOST_WORDS, MOST_TOUR_WORDS, SCENES, LEAST_SHARE = 30, 60, 800, range(8, 21), 0.8
 CONTEXT = 3  # lines around those of a scene
@@ -274,7 +274,7 @@ def check_tours(root: Path, steps: dict[int, Path], fix: bool):
     found, tours = find_tours(root), {}
     for number, step in steps.items():
         if not list(step.glob("TOUR*.md")):
-            yield f"{step.name}: no TOUR.md: a step brings a tour, see tools/tours.py"
+            yield f"{step.name}: no TOUR.md: a step brings a tour, see tools/course/tours.py"
     for path in [*found.values(), *(root / "docs").glob("VIDEOS.md")]:
         yield from (f"{path.relative_to(root)}: {problem}" for problem in fix_links(path, fix))
     for name, path in found.items():

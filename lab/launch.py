@@ -25,8 +25,6 @@ STEPS = {path.name.split("_")[0].removeprefix("step"): path for folder in (ROOT,
          for path in folder.glob("step*_*")}
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in  # what step 9 cuts; seconds to import
           ("bert", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "opt", "qwen2", "qwen3", "vit")]
-sys.path.append(str(ROOT))  # for same_numbers
-sys.path.append(str(ROOT / "tests" / "support"))  # tools that compare with Hugging Face share huggingface.py
 
 LEFT_OUT = {  # of the environment: a test must not find a way to the Hub, and ranks should not compile each module anew
     *(f"{name}_proxy" for name in ("http", "https", "all", "no")), "pythondontwritebytecode"}
@@ -94,10 +92,10 @@ def finished(command: list[str], code: int, stdout: str, stderr: str, check: boo
 
 
 class ForkServer:
-    """This process's end of tests/support/forks.py, which runs scripts in processes that it forks. Thread-safe."""
+    """This process's end of forks.py, which runs scripts in processes that it forks. Thread-safe."""
 
     def __init__(self):
-        command = [sys.executable, str(ROOT / "tests" / "support" / "forks.py"), str(ROOT / "assets" / "tiny_llama")]
+        command = [sys.executable, str(ROOT / "lab" / "forks.py"), str(ROOT / "assets" / "tiny_llama")]
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
         self.process = subprocess.Popen(command, env=environment(), **pipes)
         atexit.register(self.end)

@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from data_sheets import Costs, Shape, parse_nodes  # before the modules of cluster/, which it makes known
+from sizes.data_sheets import Costs, Shape, parse_nodes  # before the modules of cluster/, which it makes known
 from planning.machines import NUMBER_BYTES
 from utils import UserError
 

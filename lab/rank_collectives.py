@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from baton import Baton, Handle, Violation, place
+from lab.baton import Baton, Handle, Violation, place
 
 COMBINE = {str(op): function for op, function in (
     (dist.ReduceOp.SUM, torch.add), (dist.ReduceOp.MAX, torch.maximum), (dist.ReduceOp.MIN, torch.minimum))}

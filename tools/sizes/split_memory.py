@@ -27,9 +27,9 @@ The formulas are those of an accumulation of several micro-batches, when there a
 import itertools
 from typing import NamedTuple
 
-from data_sheets import kept_by_layer  # before the modules of cluster/, which it makes known
+from sizes.data_sheets import kept_by_layer  # before the modules of cluster/, which it makes known
 from planning.machines import NUMBER_BYTES
-from splits import Job, Split, chunks, layers_of_chunks, matrices, parameters, shards
+from sizes.splits import Job, Split, chunks, layers_of_chunks, matrices, parameters, shards
 
 
 class Sizes(NamedTuple):
