@@ -145,8 +145,8 @@ def models(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def tools(tmp_path_factory) -> pathlib.Path:
-    """The folder of make_tools() in launcher.py."""
-    from support.launcher import make_tools
+    """The folder of make_tools() in tools/maintain/launcher.py."""
+    from maintain.launcher import make_tools
 
     return make_tools(tmp_path_factory.mktemp("tools"))
 
@@ -184,7 +184,7 @@ def world_of_one():
 @pytest.fixture
 def command(tmp_path):
     """command(words, **env): starts a command, which is killed at the end of the test if it still runs. See Command."""
-    from support.processes import Command
+    from maintain.processes import Command
 
     started = []
 

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from lab.launch import ROOT, STEPS, environment, fork, modules_of, torchrun
-from support.processes import processes
+from maintain.processes import processes
 from support.recordings import LLAMA3
 from lab.program import StepSource
 from lab.thread_ranks import World

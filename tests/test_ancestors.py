@@ -21,7 +21,7 @@ import pytest
 import torch
 from support.families import HeterogeneousParallelPlugin, PipelineTemplate, toy
 from lab.launch import ROOT, STEPS, environment, fork, losses, metrics, modules_of, start_fork, torchrun
-from support.processes import eventually
+from maintain.processes import eventually
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 with modules_of(9):

@@ -8,7 +8,7 @@ import sys
 import pytest
 from maintain.bed import DISKS, NETWORK, NODES, bed, on_disk, processes, start, testbed
 from lab.launch import ROOT, STEPS
-from support.launcher import eventually
+from maintain.launcher import eventually
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = [pytest.mark.hosts, pytest.mark.usefixtures(bed.__name__)]

@@ -14,7 +14,7 @@ import subprocess
 
 import pytest
 from lab.launch import ROOT
-from support.launcher import Launch, all_gone, eventually, runs, write_hosts, write_whole
+from maintain.launcher import Launch, all_gone, eventually, runs, write_hosts, write_whole
 
 COUNT = r"""
 import os, signal, sys, time

@@ -16,7 +16,7 @@ import host_run
 import pytest
 import torch
 from lab.launch import ROOT, modules_of
-from support.launcher import Launch, all_gone, eventually, write_hosts, write_whole
+from maintain.launcher import Launch, all_gone, eventually, write_hosts, write_whole
 
 with modules_of(9):
     from ranks import lost

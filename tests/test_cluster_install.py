@@ -18,7 +18,7 @@ import pytest
 from hosts.install import FIND_PYTHON, files_of
 from inventory import UserError
 from lab.launch import ROOT
-from support.launcher import STAND_IN_SSH, Launch, write_hosts
+from maintain.launcher import STAND_IN_SSH, Launch, write_hosts
 
 PIP = """#!/bin/sh
 # A Python whose pip is a few lines: it notes its variables and arguments, and fails where a file says so.

@@ -20,7 +20,7 @@ import inventory
 import pytest
 from host_facts import ASKS
 from lab.launch import ROOT, environment
-from support.launcher import Launch, all_gone, write_hosts
+from maintain.launcher import Launch, all_gone, write_hosts
 
 PROJECT = ("cluster", "step9_heterogeneous_pp")
 FAIL = """

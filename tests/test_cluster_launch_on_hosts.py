@@ -10,7 +10,7 @@ import sys
 import pytest
 from maintain.bed import NAME, NETWORK, NODES, SSH_CONFIG, bed, on_disk, testbed
 from lab.launch import ROOT
-from support.launcher import Launch, write_hosts
+from maintain.launcher import Launch, write_hosts
 
 pytestmark = [pytest.mark.hosts, pytest.mark.usefixtures(bed.__name__)]
 

@@ -10,7 +10,7 @@ import host_run
 import pytest
 import torch
 from lab.launch import modules_of
-from support.launcher import Launch, make_tools, write_hosts
+from maintain.launcher import Launch, make_tools, write_hosts
 
 with modules_of(9):
     from ranks import memory, placement

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 from lab.launch import ROOT
-from support.processes import eventually
+from maintain.processes import eventually
 
 SCRIPT = ROOT / "cluster" / "engines" / "slurm.sbatch"
 PROGRAMS = {

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.checkpoint_runs import SCRIPT as TRAIN, flags_of, write_corpus, write_model
 from lab.launch import ROOT, environment, fork, modules_of, torchrun
-from support.processes import eventually
+from maintain.processes import eventually
 
 with modules_of(9):
     import generate

@@ -14,7 +14,7 @@ import pytest
 from blanks import Unwritten, find
 from catalogue import EXERCISES, Exercise, judge, load, source_path, stub
 from counting_attempt import COUNTS, RATIOS, mistaken, named, near
-from support.exercise_versions import Versions, Wrong
+from versions import Versions, Wrong
 from lab.launch import ROOT, STEPS
 
 load()

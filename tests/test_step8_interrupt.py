@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from lab.launch import STEPS, torchrun
-from support.processes import eventually
+from maintain.processes import eventually
 
 SHORT = ["--seq_len", 32, "--micro_batch_size", 1, "--gradient_accumulation_steps", 4, "--max_tokens", 3200000]
 SECONDS = 20  # after 30 torchrun kills what doesn't end by itself, which then would not be noticed

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from maintain.bed import NAME, bed, start, testbed
-from support.launcher import eventually
+from maintain.launcher import eventually
 
 pytestmark = [pytest.mark.hosts, pytest.mark.usefixtures(bed.__name__)]
 MARKER = f"98765.{int(NAME[-6:], 16)}"  # seconds that nobody else sleeps, not the tests of another copy either

@@ -12,12 +12,8 @@ The page "How to split" of the site computes the same (site/choose.js).
 """
 
 import argparse
-import pathlib
-import sys
 from collections import Counter
 from typing import NamedTuple
-
-sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
 
 from sizes.data_sheets import (  # before the modules of cluster/, which it makes known
     LINK_SHARE, PRESETS, add_device_flags, read_nodes, read_shape,

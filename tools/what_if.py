@@ -14,13 +14,9 @@ of a card less what CUDA and its libraries occupy. Without numbers or --model_na
 
 import argparse
 import math
-import pathlib
 import re
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
-
-sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
 
 from sizes.data_sheets import (  # before the modules of cluster/, which it makes known
     EFFICIENCY, LINK_SHARE, PRESETS, Costs, Node, Shape, add_device_flags, link, read_nodes, read_shape,

@@ -18,10 +18,10 @@ import time
 from typing import NamedTuple
 
 from maintain.bed import NODES, SSH_CONFIG, testbed
-from support.elastic_bed import kill_all, nothing_runs, pids_of, switch_on
+from maintain.elastic_bed import kill_all, nothing_runs, pids_of, switch_on
 from lab.launch import ROOT
-from support.launcher import Launch, eventually, write_hosts
-from support.processes import processes
+from maintain.launcher import Launch, eventually, write_hosts
+from maintain.processes import processes
 
 FLAGS = ["--seq_len", 16, "--dtype", "float64", "--batch_size", 1, "--num_hidden_layers", 4, "--learning_rate", 1e-5,
          "--device", "cpu"]

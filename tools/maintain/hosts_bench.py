@@ -25,7 +25,7 @@ sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools
 
 from lab.launch import ROOT, metrics, modules_of
 from maintain.bed import NODES, SSH_CONFIG, on_disk, testbed
-from launcher import Launch, write_hosts
+from maintain.launcher import Launch, write_hosts
 from maintain.make_tiny_llama import resized
 
 CLUSTER = ROOT / "cluster"

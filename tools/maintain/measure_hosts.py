@@ -42,10 +42,9 @@ import time
 from itertools import pairwise
 
 sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools/, and where lab is
-
 from lab.launch import Help
 from maintain.bed import NODES, testbed
-from elastic_bed import Training, kill_all, switch_on
+from maintain.elastic_bed import Training, kill_all, switch_on
 from maintain.hosts_bench import Bench, Candidate
 from maintain.turns import keep, read_results, table
 

@@ -109,7 +109,8 @@ def record(case: Case, folder: str) -> None:
     """Trains with a Recorder, in the places where anybody would put it into train.py."""
     made = f"find_faults.recorder(model, optimizer, {folder!r}, {sizes(case.flags).tp_size})"
     edits = [Edit("train.py", "    scheduler = make_scheduler(",
-                  f"    from museum import find_faults\n    optimizer.recorder = {made}\n    scheduler = make_scheduler("),
+                  "    from museum import find_faults\n"
+                  f"    optimizer.recorder = {made}\n    scheduler = make_scheduler("),
              Edit("train.py", "optimizer.step()\n", "optimizer.recorder.step(norm=grad_norm, loss=locals().get("
                   "'loss', getattr(optimizer, 'loss', None))), optimizer.step()\n")]
     if int(case.step) >= 12:  # there optimizer.step() is in a function that does not see the loss

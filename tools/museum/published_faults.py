@@ -1,4 +1,4 @@
-"""python tests/support/published_faults.py [KIND ...]: of each published fault, what a loss curve says and what the
+"""python tools/museum/published_faults.py [KIND ...]: of each published fault, what a loss curve says and what the
 verdict of same_numbers says, as a table in Markdown; docs/SAME_NUMBERS.md shows it.
 
 The faults are switches of same_numbers/trainers_model.py and trainers_data.py. The ranks of a number and dtype are

@@ -1,6 +1,6 @@
-"""Wrong and right answers to the exercises of step 6; see test_exercises.py."""
+"""Wrong and right answers to the exercises of step 6."""
 
-from support.exercise_versions import Versions, Wrong
+from versions import Versions, Wrong
 
 VERSIONS = {
     "buckets_in_order": Versions(

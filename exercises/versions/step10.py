@@ -1,6 +1,6 @@
-"""Wrong and right answers to the exercises of step 10; see test_exercises.py."""
+"""Wrong and right answers to the exercises of step 10."""
 
-from support.exercise_versions import Versions, Wrong
+from versions import Versions, Wrong
 
 VERSIONS = {
     "weight_half_of_backward": Versions(

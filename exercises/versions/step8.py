@@ -1,6 +1,6 @@
-"""Wrong and right answers to the exercises of step 8; see test_exercises.py."""
+"""Wrong and right answers to the exercises of step 8."""
 
-from support.exercise_versions import Versions, Wrong
+from versions import Versions, Wrong
 
 VERSIONS = {
     "one_f_one_b": Versions(
@@ -26,7 +26,8 @@ def one_f_one_b(stage, num_stages, num_microbatches):
                   "stages = self.ranks[self.dp_rank].flatten()", "the ranks of pp_backward_group"),
             Wrong("the ends are the whole pipeline", "stages[:: max(pp_size - 1, 1)]", "stages",
                   "the ranks of pp_ends_group"),
-            Wrong("the neighbours are the next numbers", "else stages[self.pp_rank + 1].item()", "else self.global_rank + 1",
+            Wrong("the neighbours are the next numbers", "else stages[self.pp_rank + 1].item()",
+                  "else self.global_rank + 1",
                   "pp_next_rank"),
             Wrong("one group for both directions", "self.pp_backward_group = make_group(stages)",
                   "self.pp_backward_group = self.pp_group", "whether the two groups"),

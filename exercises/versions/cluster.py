@@ -1,6 +1,6 @@
-"""Wrong and right answers to the exercises of cluster/; see test_exercises.py."""
+"""Wrong and right answers to the exercises of cluster/."""
 
-from support.exercise_versions import Versions, Wrong
+from versions import Versions, Wrong
 
 VERSIONS = {
     "shares_by_speed": Versions(
@@ -29,7 +29,8 @@ def shares_by_speed(total, seconds_each, limits=None, besides=None):
                 "finite"),
             Wrong("numbers are cut off", "steps.nan_to_num().round()", "steps.nan_to_num().trunc()", "more than half "
                 "a step"),
-            Wrong("x is changed", "steps = rows / scales", "steps = rows.div_(1)\n    rows /= scales", "encode changes x"),
+            Wrong("x is changed", "steps = rows / scales", "steps = rows.div_(1)\n    rows /= scales",
+                  "encode changes x"),
             Wrong("one scale for all rows", "rows.abs().amax(dim=1, keepdim=True) / 127",
                   "rows.abs().amax().expand(len(rows), 1).contiguous() / 127", "more than half a step"),
         ],

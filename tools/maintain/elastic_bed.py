@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from maintain.bed import NAME, NODES, SSH_CONFIG, processes, testbed
-from support.launcher import Launch, eventually, write_hosts
+from maintain.launcher import Launch, eventually, write_hosts
 
 
 def pids_of(node: str) -> set[str]:

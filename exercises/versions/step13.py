@@ -1,6 +1,6 @@
-"""Wrong and right answers to the exercise of step 13; see test_exercises.py."""
+"""Wrong and right answers to the exercise of step 13."""
 
-from support.exercise_versions import Versions, Wrong
+from versions import Versions, Wrong
 
 VERSIONS = {
     "just_in_time": Versions(

@@ -15,7 +15,7 @@ import subprocess
 import sys
 
 from lab.launch import ROOT
-from support.processes import Command, eventually
+from maintain.processes import Command, eventually
 
 TORCH = """
 import os, types

@@ -60,7 +60,8 @@ class Command:
         return self.printed.read_text()
 
     def ranks(self) -> dict[int, int]:
-        """rank -> pid, of those that have started. What a rank has started itself has its RANK, too, and a later pid."""
+        """rank -> pid, of those that have started. What a rank has started itself has its RANK, too, and a later
+        pid."""
         found = sorted(processes(self.marker).items(), reverse=True)
         return {rank: pid for pid, rank in found if rank is not None}
 

@@ -1,6 +1,6 @@
-"""Wrong and right answers to the exercises of step 14; see test_exercises.py."""
+"""Wrong and right answers to the exercises of step 14."""
 
-from support.exercise_versions import Versions, Wrong
+from versions import Versions, Wrong
 
 VERSIONS = {
     "norm_gradients": Versions(

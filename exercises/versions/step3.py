@@ -1,6 +1,6 @@
-"""Wrong and right answers to the exercises of step 3; see test_exercises.py."""
+"""Wrong and right answers to the exercises of step 3."""
 
-from support.exercise_versions import Versions, Wrong
+from versions import Versions, Wrong
 
 VERSIONS = {
     "samples_of_a_step": Versions(

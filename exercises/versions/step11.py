@@ -1,6 +1,6 @@
-"""Wrong and right answers to the exercises of step 11; see test_exercises.py."""
+"""Wrong and right answers to the exercises of step 11."""
 
-from support.exercise_versions import Versions, Wrong
+from versions import Versions, Wrong
 
 SPLIT = "torch.arange(num_microbatches).tensor_split(max(num_microbatches // num_stages, 1))"
 

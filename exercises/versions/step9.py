@@ -1,6 +1,6 @@
-"""Wrong and right answers to the exercises of step 9; see test_exercises.py."""
+"""Wrong and right answers to the exercises of step 9."""
 
-from support.exercise_versions import Versions, Wrong
+from versions import Versions, Wrong
 
 VERSIONS = {
     "deal_micro_batches": Versions(

@@ -1,6 +1,6 @@
-"""Wrong and right answers to the exercises of step 18; see test_exercises.py."""
+"""Wrong and right answers to the exercises of step 18."""
 
-from support.exercise_versions import Versions, Wrong
+from versions import Versions, Wrong
 
 VERSIONS = {
     "newton_schulz": Versions(
