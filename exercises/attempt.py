@@ -13,11 +13,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from lab.baton import shown
 from blanks import find, put_in
+from lab.baton import shown
 from lab.launch import ROOT, STEPS
+from lab.program import Program, StepModules
+from lab.ranks import run, threads
 from lab.thread_ranks import World
-from lab.program import StepModules, StepSource, Training, train
+from lab.watch.numbers import Numbers
 
 SECONDS = 20  # that a check may take: ours take 5 at most
 
@@ -45,19 +47,27 @@ class Score(NamedTuple):
         return 3 if self.value <= self.best * (1 + 1e-9) else 2 if self.value <= 2 * self.best else 1
 
 
+class Trained(NamedTuple):
+    rows: list[dict]  # as of lab.ranks.Result
+    gradients: dict[int, list[dict[str, torch.Tensor]]]  # as of lab.watch.numbers.Numbers
+    weights: dict[int, list[dict[str, torch.Tensor]]]
+    modules: list[StepModules]
+    world: World
+
+
 class Attempt:
     """One check of an exercise with the reader's file `path`. `theirs` and `ours` are the step with and without it."""
 
     def __init__(self, exercise, path: pathlib.Path):
         folder, module, folders = exercise.folder, exercise.module, folders_of(exercise.folder)
-        self.ours = StepSource(folder, folders=folders)
+        self.ours = Program(folder, folders=folders)
         self.place = find(self.ours.path(module), exercise.name_in_module)
-        self.theirs = StepSource(folder, {module: put_in(self.place, path)}, folders)
+        self.theirs = Program(folder, changed={module: put_in(self.place, path)}, folders=folders)
         self.scores: list[Score] = []
         self.sizes: set[int] = set()  # numbers of ranks that the check ran on
         self.module, self.name = module, exercise.name_in_module
 
-    def function(self, source: StepSource | None = None, changes: tuple[int, ...] = ()):
+    def function(self, source: Program | None = None, changes: tuple[int, ...] = ()):
         """The reader's function, or that of `source`, for exercises without ranks.
 
         It gets copies of lists and dictionaries, which it may change. Tensors stay as they are, but at `changes`.
@@ -124,9 +134,11 @@ class Attempt:
         modules.process_group_manager.setup_process_group_manager(dp, pp, tp, **sizes)
         return modules.process_group_manager.process_group_manager
 
-    def train(self, size: int, flags: str, ours: bool = False, prepare: Callable | None = None) -> Training:
-        """train.py of the step, with these flags, on `size` ranks; see step_modules.train."""
-        return train(self.ours if ours else self.theirs, size, flags.split(), prepare, self.world(size), SECONDS / 2)
+    def train(self, size: int, flags: str, ours: bool = False, prepare: Callable | None = None) -> "Trained":
+        """train.py of the step, with these flags, on `size` ranks; see lab.ranks.run()."""
+        program = (self.ours if ours else self.theirs).with_flags(flags.split())
+        result = run(program, threads(size, self.world(size)), [numbers := Numbers()], prepare, SECONDS / 2)
+        return Trained(result.rows, numbers.gradients, numbers.weights, result.modules, result.world)
 
     in_one_process = True  # where types are checked, see on_processes.py
 

@@ -22,12 +22,12 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lab import baton
 from attempt import SECONDS, Attempt, Score, Wrong, describe_error, folders_of
-from lab.baton import Violation, place, shown, within
 from blanks import find, take_out
+from lab import baton
+from lab.baton import Violation, place, shown, within
 from lab.launch import ROOT
-from lab.program import StepSource
+from lab.program import Program
 
 CHAPTERS = sorted((path.stem for path in (ROOT / "exercises" / "chapters").glob("*.py")),
                   key=lambda name: (name.startswith("counting"), name))
@@ -99,7 +99,7 @@ def load() -> dict[str, Exercise]:
 
 def source_path(one: Exercise) -> pathlib.Path:
     """The file in which our solution stands."""
-    return StepSource(one.folder, folders=folders_of(one.folder)).path(one.module)
+    return Program(one.folder, folders=folders_of(one.folder)).path(one.module)
 
 
 def stub(one: Exercise) -> str:

@@ -7,7 +7,7 @@ import torch
 
 from counting_ranks import DP_TP, small_llama
 from counting_runs import llama
-from lab.program import StepSource
+from lab.program import Program
 from lab.thread_ranks import World
 
 IDS = torch.zeros(1, 4, dtype=torch.long)
@@ -28,7 +28,7 @@ def zero_run(replicas: int, layers: int) -> float:
         kept += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
-    source = StepSource("12")
+    source = Program("12")
     return sum(World(replicas).run(lambda rank: program(source.load(), rank))) / replicas
 
 
@@ -50,7 +50,7 @@ def fsdp_run(layers: int, replicas: int, microbatches: int, hidden: int, width: 
             model(IDS, 0).sum().backward()
         model.finish_gradient_sync()
 
-    world, source = World(replicas), StepSource("13")
+    world, source = World(replicas), Program("13")
     world.run(lambda rank: program(source.load(), rank))
     return world.num_bytes() / replicas
 
@@ -71,7 +71,7 @@ def norms_run(layers: int, hidden: int, ranks: int) -> int:
             param.grad = torch.zeros_like(param)
         modules.sequence_parallel.sum_norm_gradients(modules.data_parallel.DataParallelBucket(model))
 
-    world, source = World(ranks), StepSource("14")
+    world, source = World(ranks), Program("14")
     world.run(lambda rank: program(source.load(), rank))
     return world.num_bytes(0)
 
@@ -85,7 +85,7 @@ def ring_run(tokens: int, kv_heads: int, head_dim: int, ranks: int) -> int:
         parts = [torch.randn(shape, requires_grad=True) for _ in range(3)]
         modules.context_parallel.RingAttention.apply("zigzag", *parts).sum().backward()
 
-    world, source = World(ranks), StepSource("15")
+    world, source = World(ranks), Program("15")
     world.run(lambda rank: program(source.load(), rank))
     return world.num_bytes(0)
 
@@ -93,7 +93,7 @@ def ring_run(tokens: int, kv_heads: int, head_dim: int, ranks: int) -> int:
 @functools.cache
 def active_run(hidden: int, width: int, layers: int, experts: int, per_token: int) -> int:
     """Parameters of the layers' matrices that have something to multiply when one token passes."""
-    modules, shape = StepSource("16").load(), {**DP_TP, "hidden": hidden, "width": width, "head_dim": hidden // 4}
+    modules, shape = Program("16").load(), {**DP_TP, "hidden": hidden, "width": width, "head_dim": hidden // 4}
     config = types.SimpleNamespace(**{**vars(llama(**shape, layers=layers).config),
                                       "num_experts": experts, "experts_per_token": per_token})
     model, used = modules.model.Llama(config), []

@@ -7,9 +7,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from counting_runs import llama
 from lab.launch import STEPS
-from lab.watch.schedule import interleaved_stages, play
-from lab.program import StepModules, StepSource
+from lab.program import Program, StepModules
 from lab.thread_ranks import World
+from lab.watch.schedule import interleaved_stages, play
 
 DP_TP = dict(vocab=32, hidden=16, width=24, heads=4, kv_heads=4, head_dim=4)
 
@@ -36,7 +36,7 @@ def tp_run(layers: int, hidden: int, tokens: int, ranks: int) -> tuple[int, int]
             modules.tensor_parallel.cross_entropy(model(ids), ids, 32).backward()
         return sum(count for name, count in counter.get_flop_counts()["Global"].items() if "mm" in str(name))
 
-    world, source = World(ranks), StepSource("8")
+    world, source = World(ranks), Program("8")
     flops = world.run(lambda rank: program(source.load(), rank))
     return world.num_bytes(0), flops[0]
 
@@ -52,7 +52,7 @@ def dp_run(ranks: int, microbatches: int, layers: int, limit: float | None = Non
             model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
         model.finish_gradient_sync()
 
-    world, source = World(ranks), StepSource("8")
+    world, source = World(ranks), Program("8")
     world.run(lambda rank: program(source.load(), rank))
     return world.num_bytes(0), sum(event.kind == "all_reduce" and event.rank == 0 for event in world.events)
 
@@ -75,7 +75,7 @@ def pipeline_run(stages: int, microbatches: int, tokens: int, hidden: int) -> li
             modules.pipeline_parallel.one_f_one_b, modules.data_parallel.DataParallelBucket(model), loader,
             (1, tokens, hidden), torch.device("cpu"))
 
-    world, source = World(stages), StepSource("8")
+    world, source = World(stages), Program("8")
     world.run(lambda rank: program(source.load(), rank))
     return [sum(event.num_bytes for event in world.events if event.kind == "send" and event.rank == rank)
             for rank in range(stages)]
@@ -83,8 +83,8 @@ def pipeline_run(stages: int, microbatches: int, tokens: int, hidden: int) -> li
 
 def played(step: str, schedule: str, stages: int, microbatches: int, *chunks: int, seconds: dict):
     """The schedule of a step, played with these seconds for its actions."""
-    function = getattr(StepSource(step).load().pipeline_parallel, schedule, None) or getattr(
-        StepSource(step).load().virtual_stages, schedule)
+    function = getattr(Program(step).load().pipeline_parallel, schedule, None) or getattr(
+        Program(step).load().virtual_stages, schedule)
     actions = [list(function(stage, stages, microbatches, *chunks)) for stage in range(stages)]
     return play(actions, seconds, interleaved_stages(stages) if chunks else None)
 
@@ -93,9 +93,9 @@ def played(step: str, schedule: str, stages: int, microbatches: int, *chunks: in
 def rank_run(layers: int, hidden: int, width: int, dp: int, tp: int, pp: int, microbatches: int,
              tokens: int) -> list[int]:
     """Bytes of the second stage's first rank, by tools/dry_run.py: its weights, and what it sends over dp and pp."""
-    from sizes.data_sheets import Shape  # before the modules of cluster/
-    from lab.watch.memory import Event
     from lab.alone import run_rank
+    from lab.watch.memory import Event
+    from sizes.data_sheets import Shape  # before the modules of cluster/
 
     sizes = {"dp_size": dp, "tp_size": tp, "pp_size": pp, "gradient_accumulation_steps": microbatches,
              "seq_len": tokens, "micro_batch_size": 1, "model_name": "llama", "device": "cpu"}

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from lab.program import StepSource
+from lab.program import Program
 
 SHAPE = ("vocab", "hidden", "width", "layers", "heads", "kv_heads", "head_dim")
 SHAPES = [dict(zip(SHAPE, sizes)) for sizes in (
@@ -20,7 +20,7 @@ SEVEN_B = dict(zip(SHAPE, (32000, 4096, 11008, 32, 32, 32, 128)))
 
 @functools.cache
 def modules(step: str):
-    return StepSource(step).load()
+    return Program(step).load()
 
 
 def llama(vocab, hidden, width, layers, heads, kv_heads, head_dim, tied=False, device="meta"):

@@ -18,9 +18,9 @@ sys.path[:0] = [str(ROOT / "exercises"), str(ROOT), str(ROOT / "tools")]
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from lab import baton  # noqa: E402
 from attempt import Attempt  # noqa: E402
 from catalogue import judge, load  # noqa: E402
+from lab import baton  # noqa: E402
 from lab.thread_ranks import World  # noqa: E402
 
 TIMEOUT = datetime.timedelta(seconds=15)  # for ranks that wait for each other

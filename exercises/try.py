@@ -22,10 +22,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "exercises"), str(ROOT), str(ROOT / "tools")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from lab import baton  # noqa: E402
-from lab.baton import shown  # noqa: E402
 from blanks import Unwritten, find  # noqa: E402
 from catalogue import Exercise, judge, load, source_path, stub  # noqa: E402
+from lab import baton  # noqa: E402
+from lab.baton import shown  # noqa: E402
 from lab.launch import torchrun as torchrun_command  # noqa: E402
 
 

@@ -1,0 +1,23 @@
+"""The laboratory: a program, on ranks, while something watches. `python -m lab --help` shows what can be typed.
+
+    from lab import Messages, Program, run, threads
+
+    messages = Messages()
+    result = run(Program("8", ["--pp_size", 4]), threads(4), [messages])
+
+A Program is a step's train.py with flags and edits (program.py). It runs on ranks (ranks.py): threads of this process
+that take turns. What watches is installed before, and holds its findings after (watch/).
+"""
+
+import importlib
+
+MODULES = {  # public name -> its module, which is imported when the name is first used: most of them import torch
+    "Edit": "program", "Messages": "watch.messages", "Numbers": "watch.numbers", "Program": "program",
+    "Result": "ranks", "run": "ranks", "threads": "ranks"}
+__all__ = [*MODULES]
+
+
+def __getattr__(name: str):
+    if name not in MODULES:
+        raise AttributeError(f"module 'lab' has no attribute {name!r}: it has {', '.join(MODULES)}")
+    return getattr(importlib.import_module(f"lab.{MODULES[name]}"), name)

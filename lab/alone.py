@@ -15,14 +15,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
 try:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 except ImportError as error:  # torch does not promise to keep them
     sys.exit(f"error: torch {torch.__version__} has not what a dry run needs ({error}): use that of constraints.txt")
 
+from lab.program import Program, StepModules
+from lab.ranks import RandomSamples
 from lab.watch.memory import Communication, Count, CountedStore, NormOfCuda
-from lab.program import RandomSamples, StepModules, StepSource
 
 PHASES = ("forward", "backward", "weight gradients", "gradient norm", "optimizer")
 
@@ -302,7 +304,7 @@ def run_rank(script: pathlib.Path, flags: list[str], world: int, rank: int, per_
     if agree is None and (script.parent / "heterogeneous_parallel_plugin.py").is_file():
         largest = largest_bucket(script, (*flags,), world, is_gpu, (*presets.items(),))
         agree = lambda own: largest  # noqa: E731
-    modules, count, store = StepSource("", folders=(script.parent,)).load(), Count(seconds_of, is_gpu), CountedStore()
+    modules, count, store = Program("", folders=(script.parent,)).load(), Count(seconds_of, is_gpu), CountedStore()
     stand = Stand(modules, count)
     environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank % per_machine),
                    "LOCAL_WORLD_SIZE": str(min(per_machine, world))}

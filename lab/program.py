@@ -1,35 +1,35 @@
-"""The modules of a step, imported once for each rank of a world in one process (thread_ranks.py), maybe with changes.
+"""A program: a step's train.py with its flags, and maybe with edits of its source, which leave its files as they are.
 
-The modules of a step share one global grid, so each rank needs modules of its own:
-
-    source = StepSource("8")
-    ranks = [source.load() for _ in range(2)]
+    program = Program("8", ["--pp_size", 4], edits=[Edit("train.py", old, new)])
+    ranks = [program.load() for _ in range(2)]  # its modules, for ranks of this process
     ranks[1].pipeline_parallel.PipelineParallel  # not that of ranks[0]
+    program.copy(folder)  # the path of a train.py, for torchrun
+    print(program.diff())
 
-train() runs a step's train.py on all ranks. The files stay as they are: `changed` gives other code for some modules.
+The modules of a step share one global grid, so each rank of this process needs modules of its own.
 """
 
 import builtins
+import copy
+import difflib
 import functools
-import json
+import linecache
 import pathlib
+import shutil
 import sys
-import tempfile
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
-from unittest import mock
 
-import torch
-import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
+from lab.launch import STEPS
 
-from lab.launch import ROOT, STEPS
-from lab.thread_ranks import World
 
-SMALL = ("--model_name", str(ROOT / "assets" / "tiny_llama"), "--num_hidden_layers", "4", "--seq_len", "16",
-         "--micro_batch_size", "1", "--dtype", "float64", "--device", "cpu")
+class Edit(NamedTuple):
+    """Replaces the text `old`, which `file` contains exactly once, by `new`."""
+
+    file: str
+    old: str
+    new: str
 
 
 @functools.cache
@@ -37,15 +37,46 @@ def compile_file(path: pathlib.Path) -> types.CodeType:
     return compile(path.read_bytes(), path, "exec")
 
 
-class StepSource:
-    """The modules in `folders`, by default that of step `step`. The code in `changed` takes the place of a file's."""
+class Program:
+    """The modules in `folders`, by default those of step `step`, with the flags of its train.py.
 
-    def __init__(self, step: int | str, changed: dict[str, types.CodeType] | None = None,
-                 folders: tuple[pathlib.Path, ...] = ()):
-        self.folders, self.changed = folders or (STEPS[str(step)],), changed or {}
+    `edits` change the text of its files, and the code in `changed` takes the place of a whole module's. Raises
+    ValueError for a step that there is not, and where a file does not contain the text of an edit exactly once.
+    """
+
+    def __init__(self, step: int | str, flags: Sequence = (), edits: Sequence[Edit] = (),
+                 changed: dict[str, types.CodeType] | None = None, folders: tuple[pathlib.Path, ...] = ()):
+        if not folders and str(step) not in STEPS:
+            raise ValueError(f"there is no step {step}: choose one of {', '.join(sorted(STEPS, key=int))}")
+        self.step, self.flags, self.edits = str(step), [*map(str, flags)], [*edits]
+        self.folders, self.texts = folders or (STEPS[str(step)],), {}
+        for edit in edits:
+            self.texts[edit.file] = self.edited(edit)
+        self.changed = {pathlib.Path(file).stem: self.compiled(file) for file in self.texts} | (changed or {})
+
+    def edited(self, edit: Edit) -> str:
+        """The text of the edit's file, after the edits before it and this one."""
+        path = self.folders[0] / edit.file
+        if not path.is_file():
+            raise ValueError(f"there is no {edit.file} in {path.parent.name}: name a file of that folder")
+        text = self.texts.get(edit.file) or path.read_text(encoding="utf-8")
+        if (count := text.count(edit.old)) != 1:
+            raise ValueError(f"{path.parent.name}/{edit.file} contains this text {count} times, not once:\n{edit.old}")
+        return text.replace(edit.old, edit.new)
+
+    def compiled(self, file: str) -> types.CodeType:
+        name, text = f"{self.folders[0] / file}, changed", self.texts[file]
+        linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name  # for the lines of messages
+        return compile(text, name, "exec")
 
     def load(self) -> "StepModules":
         return StepModules(self)
+
+    def with_flags(self, flags: Sequence) -> "Program":
+        """The same program with these flags."""
+        other = copy.copy(self)
+        other.flags = [*map(str, flags)]
+        return other
 
     def path(self, name: str) -> pathlib.Path | None:
         """The file of the module `name`, None where there is no such module."""
@@ -54,105 +85,47 @@ class StepSource:
     def code(self, name: str) -> types.CodeType:
         return self.changed.get(name) or compile_file(self.path(name))
 
+    def copy(self, folder: pathlib.Path) -> pathlib.Path:
+        """Writes a copy of the step with the edits into `folder`, and returns the path of its train.py."""
+        target = folder / self.folders[0].name
+        shutil.copytree(self.folders[0], target, ignore=shutil.ignore_patterns("__pycache__"))
+        for file, text in self.texts.items():
+            (target / file).write_text(text, encoding="utf-8")
+        return target / "train.py"
+
+    def diff(self) -> str:
+        """What the edits change."""
+        lines = []
+        for file, text in sorted(self.texts.items()):
+            name = f"{self.folders[0].name}/{file}"
+            old = (self.folders[0] / file).read_text(encoding="utf-8")
+            lines += difflib.unified_diff(old.splitlines(keepends=True), text.splitlines(keepends=True), name,
+                                          f"{name}, in a copy", n=1)
+        return "".join(lines)
+
 
 class StepModules:
     """One rank's modules of a step: `modules.model` imports model.py, and what that imports, at its first use."""
 
-    def __init__(self, source: StepSource):
-        self._source, self._loaded = source, {}
+    def __init__(self, program: Program):
+        self._program, self._loaded = program, {}
         self._builtins = {**vars(builtins), "__import__": self._import, "print": self._print}
 
     def __getattr__(self, name: str) -> types.ModuleType:
-        if name.startswith("_") or self._source.path(name) is None:
-            raise AttributeError(f"there is no {name}.py in {self._source.folders[0].name}")
+        if name.startswith("_") or self._program.path(name) is None:
+            raise AttributeError(f"there is no {name}.py in {self._program.folders[0].name}")
         if name not in self._loaded:
             module = self._loaded[name] = types.ModuleType(name)
-            module.__file__, module.__builtins__ = str(self._source.path(name)), self._builtins
-            exec(self._source.code(name), vars(module))
+            module.__file__, module.__builtins__ = str(self._program.path(name)), self._builtins
+            exec(self._program.code(name), vars(module))
             if name == "process_group_manager":  # ranks of this process share one count of groups: there is no other
                 module.require_equal_counts = lambda: None
         return self._loaded[name]
 
     def _print(self, *args, **kwargs) -> None:
         """What a step itself prints is dropped, such as the grid of its ranks."""
-        if pathlib.Path(sys._getframe(1).f_code.co_filename).parent not in self._source.folders:
+        if pathlib.Path(sys._getframe(1).f_code.co_filename).parent not in self._program.folders:
             print(*args, **kwargs)
 
     def _import(self, name: str, *args, **kwargs):
-        return builtins.__import__(name, *args, **kwargs) if self._source.path(name) is None else getattr(self, name)
-
-
-class Training(NamedTuple):
-    rows: list[dict]  # metrics.jsonl: one for each optimizer step
-    gradients: list[list[dict[str, torch.Tensor]]]  # by rank and step, what the optimizer saw, by the parameter's name
-    weights: list[list[dict[str, torch.Tensor]]]  # by rank and step, after the optimizer's step
-    modules: list[StepModules]  # by rank
-    world: World
-
-
-class RandomSamples(torch.utils.data.Dataset):
-    """Stands for a corpus: sample i is always the same random tokens. `period`: so many samples, again and again."""
-
-    def __init__(self, seq_len: int, vocab_size: int, num_samples: int, first: int = 0, period: int | None = None):
-        self.seq_len, self.vocab_size, self.num_samples = seq_len, vocab_size, num_samples
-        self.first, self.period = first, period or num_samples
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, i: int) -> torch.Tensor:  # (T + 1,)
-        generator = torch.Generator().manual_seed(self.first + i % self.period)
-        return torch.randint(self.vocab_size, (self.seq_len + 1,), generator=generator)
-
-
-def random_samples(dataset_name, model_name, seq_len: int, vocab_size: int, num_samples: int, cache_dir,
-                   held_out: int = 0) -> list[RandomSamples]:
-    """In place of load_samples(), with its arguments."""
-    samples = RandomSamples(seq_len, vocab_size, num_samples)
-    return [samples, RandomSamples(seq_len, vocab_size, num_samples, num_samples, held_out)][: 1 + (held_out > 0)]
-
-
-def train(source: StepSource, size: int, flags: Sequence, prepare: Callable | None = None,
-          world: World | None = None, timeout: float = 60) -> Training:
-    """Runs train.py of a step on `size` ranks in this process, on random samples and a small model, in float64.
-
-    `flags` come after SMALL, so they override it. prepare(modules, rank) is called on each rank before main(). `world`
-    runs the ranks, a new World by default, for `timeout` seconds at most. Raises what a rank raises, SystemExit among
-    it for a flag that train.py refuses.
-    """
-    world, modules = world or World(size), [source.load() for _ in range(size)]
-    gradients, weights, hooks = [[] for _ in range(size)], [[] for _ in range(size)], []
-    register_hook = torch.Tensor.register_post_accumulate_grad_hook
-
-    def keep_hook(param: torch.Tensor, hook: Callable) -> RemovableHandle:
-        hooks.append(register_hook(param, hook))
-        return hooks[-1]
-
-    def note(records: list, what: str, optimizer: torch.optim.Optimizer) -> None:
-        group = optimizer.param_groups[0]
-        records[dist.get_rank()].append({name.removeprefix("module."): getattr(param, what).detach().clone()
-                                         for name, param in zip(group["param_names"], group["params"])
-                                         if getattr(param, what) is not None})
-
-    def program(rank: int) -> tuple[list, list, list]:
-        modules[rank].train.load_samples = random_samples
-        if prepare:
-            prepare(modules[rank], rank)
-        modules[rank].train.main()
-        is_logging_rank = modules[rank].process_group_manager.process_group_manager.is_logging_rank
-        rows = pathlib.Path(folder, "run", "metrics.jsonl").read_text().splitlines() if is_logging_rank else []
-        return rows, gradients[rank], weights[rank]
-
-    before = register_optimizer_step_pre_hook(lambda optimizer, *_: note(gradients, "grad", optimizer))
-    after = register_optimizer_step_post_hook(lambda optimizer, *_: note(weights, "data", optimizer))
-    try:
-        with tempfile.TemporaryDirectory() as folder, mock.patch.object(
-                torch.Tensor, "register_post_accumulate_grad_hook", keep_hook), mock.patch.object(
-                sys, "argv", ["train.py", *SMALL, *map(str, flags), "--log_dir", folder, "--run_name", "run"]):
-            rows, gradients, weights = zip(*world.run(program, timeout))
-    finally:
-        before.remove()
-        after.remove()
-        for hook in hooks:  # it refers to a wrapper that has the parameter, through C++, where Python finds no cycle
-            hook.remove()
-    return Training([json.loads(line) for line in sum(rows, [])], [*gradients], [*weights], modules, world)
+        return builtins.__import__(name, *args, **kwargs) if self._program.path(name) is None else getattr(self, name)

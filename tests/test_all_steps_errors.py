@@ -14,12 +14,11 @@ import uuid
 from unittest import mock
 
 import pytest
-
 from lab.launch import ROOT, STEPS, environment, fork, modules_of, torchrun
+from lab.program import Program
+from lab.thread_ranks import World
 from maintain.processes import processes
 from support.recordings import LLAMA3
-from lab.program import StepSource
-from lab.thread_ranks import World
 
 TINY = ROOT / "assets" / "tiny_llama"
 SECONDS = 60  # what runs longer hangs
@@ -44,7 +43,7 @@ def ends_as_it_should(folder, code: int, stderr: str, expected: list[str]) -> No
 def says(tmp_path):
     def says(step: int, args: list, expected: list[str], num_ranks: int = 1) -> None:
         """The mistake is a UserError with these texts, before training has begun. On ranks in this process."""
-        modules = [StepSource(step).load() for _ in range(num_ranks)]
+        modules = [Program(step).load() for _ in range(num_ranks)]
         flags = ["train.py", *words(step, tmp_path, args)]
         with mock.patch.object(sys, "argv", flags), pytest.raises(ValueError) as end:
             World(num_ranks).run(lambda rank: modules[rank].train.main(), SECONDS)

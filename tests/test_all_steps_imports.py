@@ -10,8 +10,8 @@ import shutil
 import subprocess
 
 import pytest
-from support.clusters import made_up_cluster
 from lab.launch import ROOT, STEPS, environment, fork, metrics
+from support.clusters import made_up_cluster
 
 ROOMS = ("step*/*.py", "beyond/*/*.py", "cluster/**/*.py", "tools/**/*.py")
 ANYWHERE = """

@@ -4,9 +4,10 @@ from collections import Counter
 
 import pytest
 from lab.baton import Handle
-from support.messages import messages
-from lab.program import StepSource, train
+from lab.program import Program
+from lab.ranks import run, threads
 from lab.thread_ranks import SendHandle, World
+from support.messages import messages
 
 LAYERS, D, V, I, KV = 8, 128, 1024, 352, 64  # of the tiny Llama: KV is the width of all key/value heads
 B, T, M = 2, 16, 4  # samples, tokens, micro-batches
@@ -72,8 +73,8 @@ def test_what_has_been_sent_is_let_go(monkeypatch, step, flags):
         communication.send = lambda self, *args: (send(self, *args), kept.append(len(self.sending)))
 
     kept, sizes = [], ["--pp_size", 2, "--gradient_accumulation_steps", 16]
-    train(StepSource(step), 2, [*(sizes if step != 9 else ["--num_microbatches", 16]), *flags, "--max_tokens", 256],
-          prepare)
+    flags = [*(sizes if step != 9 else ["--num_microbatches", 16]), *flags, "--max_tokens", 256]
+    run(Program(step, flags), threads(2), prepare=prepare)
     assert len(kept) >= 32 and max(kept) <= 1, kept
 
 
@@ -135,10 +136,9 @@ def test_fsdp_gathers_weights_twice_a_micro_batch(ranks, dtype, itemsize, flags)
 @pytest.mark.parametrize("step, zero", [(12, 1), (13, 3), (14, 2), (15, 3), (16, 1)])
 def test_connections_between_replicas_are_open_before_the_first_message(step, zero):
     """In the middle of a step, NCCL would let both sides wait for each other, and one may wait for its pipeline."""
-    world = World(4)
-    train(StepSource(step), 4, ["--dp_size", 2, "--pp_size", 2, "--zero", zero, "--num_hidden_layers", 2,
-                                "--micro_batch_size", 1, "--seq_len", T, "--max_tokens", 4 * T,
-                                "--gradient_accumulation_steps", 2], world=world)
+    flags = ["--dp_size", 2, "--pp_size", 2, "--zero", zero, "--num_hidden_layers", 2, "--micro_batch_size", 1,
+             "--seq_len", T, "--max_tokens", 4 * T, "--gradient_accumulation_steps", 2]
+    world = run(Program(step, flags), threads(4)).world
     for rank in range(4):
         kinds = [event[1] for event in world.events if event.rank == rank and event[2] == (rank % 2, rank % 2 + 2)]
         kinds = [kind for kind in kinds if kind != "receive"]

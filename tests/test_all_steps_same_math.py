@@ -11,7 +11,9 @@ import functools
 
 import pytest
 import torch
-from support.recordings import NUM_LAYERS, Case, Run, assemble, assert_same_math, read_run, record, train_flags_here, train_here
+from support.recordings import (
+    NUM_LAYERS, Case, Run, assemble, assert_same_math, read_run, record, train_flags_here, train_here,
+)
 
 CASES = [  # each idea of a step once
     Case(4, tp=4, accumulation=2, variant="vocab1022", max_grad_norm=0),

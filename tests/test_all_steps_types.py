@@ -7,9 +7,9 @@ import time
 
 import find_by_types
 import pytest
-from museum.faults import Edit
 from find_by_types import FAULTS, GRIDS, Case, check, check_step, check_trainer, not_tried, published, trainers
 from lab.launch import ROOT
+from museum.faults import Edit
 
 PAGE = (ROOT / "docs" / "TYPES.md").read_text(encoding="utf-8")
 MIX = r"Invariant type on axis \w+ cannot mix with other types"

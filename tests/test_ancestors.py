@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from support.families import HeterogeneousParallelPlugin, PipelineTemplate, toy
 from lab.launch import ROOT, STEPS, environment, fork, losses, metrics, modules_of, start_fork, torchrun
 from maintain.processes import eventually
+from support.families import HeterogeneousParallelPlugin, PipelineTemplate, toy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 with modules_of(9):

@@ -6,8 +6,8 @@ import re
 import sys
 
 import pytest
-from maintain.bed import DISKS, NETWORK, NODES, bed, on_disk, processes, start, testbed
 from lab.launch import ROOT, STEPS
+from maintain.bed import DISKS, NETWORK, NODES, bed, on_disk, processes, start, testbed
 from maintain.launcher import eventually
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

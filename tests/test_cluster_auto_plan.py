@@ -5,9 +5,9 @@ import json
 import pathlib
 
 import pytest
+from lab.launch import fork, modules_of
 from support.checkpoint_runs import write_model
 from support.clusters import made_up_cluster
-from lab.launch import fork, modules_of
 
 with modules_of(9):
     from planning import plan_file

@@ -5,8 +5,8 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpoint_runs import SIZES, flags_of, write_corpus, write_model
 from lab.launch import ROOT, losses, modules_of, start_fork
+from support.checkpoint_runs import SIZES, flags_of, write_corpus, write_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 with modules_of(9):

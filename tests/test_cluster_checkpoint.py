@@ -9,11 +9,11 @@ import zlib
 
 import pytest
 import torch
+from lab.huggingface import ExactRMSNorm, their_name
+from lab.launch import fork, losses, metrics, modules_of, start_fork
 from support.checkpoint_runs import (
     ROOT, SAVED, SCRIPT, STEPS, TOPOLOGIES, checkpoint, flags_of, write_corpus, write_model,
 )
-from lab.huggingface import ExactRMSNorm, their_name
-from lab.launch import fork, losses, metrics, modules_of, start_fork
 from support.recordings import LLAMA3
 
 with modules_of(9):

@@ -10,17 +10,17 @@ import types
 
 import pytest
 import torch
-from support.checkpoint_runs import SCRIPT, flags_of, newest, write_corpus, write_model
 from lab.launch import losses, modules_of, start_fork
 from safetensors.torch import load_file
+from support.checkpoint_runs import SCRIPT, flags_of, newest, write_corpus, write_model
 
 with modules_of(9):
     from checkpoints import files as checkpoint_files
-    from stage_weights import open_directory
     from checkpoints.folder import Lock
+    from checkpoints.resume import find_checkpoint, look_at, run_of
     from ranks.disks import Disks
     from ranks.files import facts_of
-    from checkpoints.resume import find_checkpoint, look_at, run_of
+    from stage_weights import open_directory
     from utils import UserError
 
 OLDER, NEWER, LAST = 2, 4, 6

@@ -10,9 +10,9 @@ import signal
 import time
 
 import pytest
-from support.checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, newest, write_corpus, write_model
 from lab.launch import fork, losses, metrics, modules_of, torchrun
 from maintain.processes import eventually
+from support.checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, newest, write_corpus, write_model
 
 with modules_of(9):
     from checkpoints.files import check_file, read_state

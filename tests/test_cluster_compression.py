@@ -7,7 +7,6 @@ import types
 
 import pytest
 import torch
-
 from lab.launch import ROOT, losses, modules_of
 from support.recordings import load, record
 

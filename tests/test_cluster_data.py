@@ -17,7 +17,8 @@ from lab.launch import ROOT, modules_of
 
 with modules_of(9):
     import utils
-    from data import encoded, batches as data, rows
+    from data import batches as data
+    from data import encoded, rows
 
 TINY = str(ROOT / "assets" / "tiny_llama")
 CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"

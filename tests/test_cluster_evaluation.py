@@ -9,12 +9,13 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from support.checkpoint_runs import ROOT, SCRIPT, SIZES, flags_of, write_model
 from lab.huggingface import float64_throughout, their_name
 from lab.launch import metrics, modules_of, start_fork
+from support.checkpoint_runs import ROOT, SCRIPT, SIZES, flags_of, write_model
 
 with modules_of(9):
-    from data import encoded, batches as data
+    from data import batches as data
+    from data import encoded
     from run import evaluation
 
 pytestmark = pytest.mark.usefixtures("world_of_one")

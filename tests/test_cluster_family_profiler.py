@@ -8,15 +8,15 @@ import torch.nn as nn
 from lab.launch import modules_of
 
 with modules_of(9):
+    from models.lora import Lora
+    from models.loss import mean_cross_entropy
     from pipeline_stage import PipelineStage
     from pipeline_template import PipelineTemplate
-    from planning.profiler import LayerProfiler
     from planning.machines import Cluster, Pipeline, Setting
     from planning.measure import measure_with
     from planning.module_memory import peak_bytes, saved_bytes
+    from planning.profiler import LayerProfiler
     from planning.simulate import peak_memory
-    from models.lora import Lora
-    from models.loss import mean_cross_entropy
 
 CPU, SEQ_LEN, LAYERS = torch.device("cpu"), 32, 4
 SIZES = dict(vocab_size=512, hidden_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,

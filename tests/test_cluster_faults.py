@@ -6,10 +6,10 @@ Each run draws its layout and four faults from its seed. FAULT_SEED=17 replays o
 import os
 
 import pytest
+from lab.launch import ROOT, fork, metrics
 from maintain.bed import bed, testbed
 from support.checkpoint_runs import write_model
 from support.faults import FLAGS, LAYOUTS, FaultyRun, draw
-from lab.launch import ROOT, fork, metrics
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.usefixtures(bed.__name__)]
 A_RUN = 4  # faults

@@ -7,14 +7,16 @@ import sys
 
 import pytest
 import torch
-from support.checkpoint_runs import ROOT, SCRIPT, flags_of, newest, write_model
 from lab.launch import fork, metrics, modules_of
-from test_cluster_family_profiler import CPU, LAYERS, SEQ_LEN as LENGTH, adapters, make, measured
+from support.checkpoint_runs import ROOT, SCRIPT, flags_of, newest, write_model
+from test_cluster_family_profiler import CPU, LAYERS
+from test_cluster_family_profiler import SEQ_LEN as LENGTH
+from test_cluster_family_profiler import adapters, make, measured
 from test_cluster_lora import FAMILIES, RANK, SAMPLES, SEQ_LEN, TOPOLOGIES, read, samples, with_adapters, write_data
 
 with modules_of(9):
-    from planning.profiler import LayerProfiler
     from models.loss import mean_cross_entropy
+    from planning.profiler import LayerProfiler
 
 if not importlib.util.find_spec("bitsandbytes"):  # to import it takes seconds, which only these tests need
     pytest.skip("bitsandbytes is not installed", allow_module_level=True)

@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from maintain.bed import NAME, NETWORK, NODES, SSH_CONFIG, bed, on_disk, testbed
 from lab.launch import ROOT
+from maintain.bed import NAME, NETWORK, NODES, SSH_CONFIG, bed, on_disk, testbed
 from maintain.launcher import Launch, write_hosts
 
 pytestmark = [pytest.mark.hosts, pytest.mark.usefixtures(bed.__name__)]

@@ -6,10 +6,10 @@ import re
 
 import pytest
 import torch
-from support.checkpoint_runs import SCRIPT, flags_of, newest, write_corpus, write_model
 from lab.huggingface import their_name
 from lab.launch import fork, metrics, modules_of, start_fork
 from safetensors.torch import load_file
+from support.checkpoint_runs import SCRIPT, flags_of, newest, write_corpus, write_model
 from test_cluster_replan import MADE_UP
 
 with modules_of(9):

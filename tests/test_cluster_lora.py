@@ -8,9 +8,9 @@ import zlib
 
 import pytest
 import torch
-from support.checkpoint_runs import ROOT, SCRIPT, TEXT, checkpoint, flags_of, newest, write_model
 from lab.huggingface import float64_throughout
 from lab.launch import fork, metrics
+from support.checkpoint_runs import ROOT, SCRIPT, TEXT, checkpoint, flags_of, newest, write_model
 
 TOLERANCE = 1e-9
 STEPS, SAMPLES, SEQ_LEN, RANK, MAX_GRAD_NORM = 3, 8, 16, 4, 0.05

@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 import torch
-
 from lab.launch import modules_of
 
 with modules_of(9):

@@ -17,9 +17,9 @@ from lab.launch import modules_of
 
 with modules_of(9):
     from hosts import host_facts
-    from support.made_up_network import Network
     from membership import contacts, rendezvous, roster
     from membership.channel import call
+    from support.made_up_network import Network
     from utils import UserError
 
 

@@ -4,8 +4,8 @@ import json
 import pathlib
 
 import pytest
-from support.checkpoint_runs import write_model
 from lab.launch import ROOT, launch
+from support.checkpoint_runs import write_model
 
 SCRIPT = pathlib.Path(__file__).parent / "support" / "memory_of_stages.py"
 MODEL = ROOT / "models" / "smollm2-135m-instruct"

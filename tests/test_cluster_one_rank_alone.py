@@ -10,9 +10,9 @@ import subprocess
 import sys
 
 import pytest
-from support.checkpoint_runs import SCRIPT, flags_of, write_corpus, write_model
 from lab.launch import MODELS, STEPS, environment, modules_of, start_fork
 from safetensors.torch import load_file, save_file
+from support.checkpoint_runs import SCRIPT, flags_of, write_corpus, write_model
 
 with modules_of(9):
     from ranks.disks import Disks

@@ -5,9 +5,8 @@ import re
 import socket
 
 import pytest
-
-from support.clusters import with_odd_values
 from lab.launch import ROOT, fork, losses, modules_of, start_fork
+from support.clusters import with_odd_values
 
 with modules_of(9):
     from planning import plan_file

@@ -7,9 +7,8 @@ import subprocess
 import sys
 
 import pytest
-
-from support.clusters import made_up_cluster, with_odd_values
 from lab.launch import modules_of
+from support.clusters import made_up_cluster, with_odd_values
 
 with modules_of(9):
     import plan

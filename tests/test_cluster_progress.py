@@ -13,13 +13,12 @@ import sys
 import types
 
 import pytest
-
-from support.checkpoint_runs import SIZES, write_corpus, write_model
 from lab.launch import MODELS, modules_of
+from support.checkpoint_runs import SIZES, write_corpus, write_model
 
 with modules_of(9):
-    from ranks import course  # noqa: F401  before step 9's modules
     from hosts.exits import outlive_a_full_disk
+    from ranks import course  # noqa: F401  before step 9's modules
     from ranks.disks import Disks
     from ranks.files import Rows
     from run import times

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 import torch
-from support.checkpoint_runs import SCRIPT, TEXT, flags_of, write_model
 from lab.launch import MODELS, ROOT, fork, modules_of
 from safetensors.torch import load_file, save_file
+from support.checkpoint_runs import SCRIPT, TEXT, flags_of, write_model
 from transformers import LlamaConfig, LlamaForCausalLM, conversion_mapping
 from transformers.core_model_loading import Chunk, WeightConverter
 

@@ -5,8 +5,8 @@ import random
 import socket
 
 import pytest
-from support.checkpoint_runs import newest, write_corpus, write_model
 from lab.launch import ROOT, fork, losses, modules_of
+from support.checkpoint_runs import newest, write_corpus, write_model
 
 with modules_of(9):
     from planning.rebalancing import CALM, Rebalancing

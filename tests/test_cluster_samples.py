@@ -9,9 +9,9 @@ import socket
 
 import pytest
 import torch
+from lab.launch import metrics, modules_of, start_fork
 from support.checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, write_corpus, write_model
 from support.clusters import MEASURED
-from lab.launch import metrics, modules_of, start_fork
 
 with modules_of(9):
     from planning import plan_file

@@ -10,7 +10,6 @@ import re
 
 import pytest
 import torch
-
 from lab.launch import ROOT, losses, metrics, modules_of, start_fork
 
 with modules_of(9):

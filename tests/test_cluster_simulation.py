@@ -3,13 +3,12 @@
 import itertools
 
 import pytest
-
-from support.clusters import made_up_cluster
 from lab.launch import modules_of
+from support.clusters import made_up_cluster
 
 with modules_of(9):
-    from planning.schedules import SCHEDULES, live_microbatches
     from planning.machines import Candidate, Cluster, Pipeline, Setting
+    from planning.schedules import SCHEDULES, live_microbatches
     from planning.search import lower_bound
     from planning.simulate import peak_memory, simulate
 

@@ -7,13 +7,13 @@ import os
 import shutil
 
 import pytest
-from support.checkpoint_runs import ROOT, SCRIPT, flags_of, write_corpus, write_model
 from lab.launch import losses, metrics, modules_of, start_fork
+from support.checkpoint_runs import ROOT, SCRIPT, flags_of, write_corpus, write_model
 
 with modules_of(9):
+    from checkpoints.files import check_file, read_state
     from ranks import disks
     from run.start import launch_id
-    from checkpoints.files import check_file, read_state
     from utils import UserError
 
 OLDER, TOLERANCE = 6, 1e-9  # the last step of the older run

@@ -12,9 +12,10 @@ import types
 
 import pytest
 import torch
-from support.checkpoint_runs import SCRIPT as TRAIN, flags_of, write_corpus, write_model
 from lab.launch import ROOT, environment, fork, modules_of, torchrun
 from maintain.processes import eventually
+from support.checkpoint_runs import SCRIPT as TRAIN
+from support.checkpoint_runs import flags_of, write_corpus, write_model
 
 with modules_of(9):
     import generate

@@ -9,13 +9,13 @@ import time
 import types
 
 import attempt
-from lab import baton
 import pytest
 from blanks import Unwritten, find
 from catalogue import EXERCISES, Exercise, judge, load, source_path, stub
 from counting_attempt import COUNTS, RATIOS, mistaken, named, near
-from versions import Versions, Wrong
+from lab import baton
 from lab.launch import ROOT, STEPS
+from versions import Versions, Wrong
 
 load()
 SECONDS = 5.0  # of a check; here twice that, of processor time, as other tests run beside it

@@ -22,12 +22,14 @@ import sys
 import sysconfig
 
 import pytest
-from maintain.bed import DISKS, NODES, SCRIPT, bed, testbed
 from conftest import not_drawn
 from lab.launch import ROOT, environment
+from maintain.bed import DISKS, NODES, SCRIPT, bed, testbed
+from support.typed_in_pages import (
+    BEFORE, BLOCK, EXACT, FAILS, HERE, KINDS, LEFT_OUT, ON_HOSTS, RANK, SEVERAL, Block, blocks, lines_of, shortened,
+    to_run, unlike,
+)
 from test_pages import READMES
-from support.typed_in_pages import (BEFORE, BLOCK, EXACT, FAILS, HERE, KINDS, LEFT_OUT, ON_HOSTS, RANK, SEVERAL, Block, blocks,
-                            lines_of, shortened, to_run, unlike)
 
 HIDDEN = re.compile(r"(?:\$ .*|(?:torchrun|torchx|python3?|pip|mpirun|ray|sbatch|sudo|apt-get|docker|kubectl|"
                     r"cluster/\S+|tools/\S+|export|eval) .*)")  # what is typed, in a block that is not marked as such

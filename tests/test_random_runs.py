@@ -16,11 +16,11 @@ import random
 import shutil
 
 import pytest
-from support import random_runs
 import torch
-from support.checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, write_corpus, write_model
 from lab.launch import fork_server, start_fork
 from maintain.processes import eventually, left_behind
+from support import random_runs
+from support.checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, write_corpus, write_model
 from support.recordings import assert_same_math, train_flags_here
 
 SEEDS = max(12, int(os.environ.get("FUZZ", 0)))

@@ -1,13 +1,14 @@
 """same_numbers: faults whose causes follow from what a recording knows of ranks: counts, stages, meshes, layers."""
 
-from museum import published_faults
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from museum import published_faults
 from museum.published_faults import record, verdict
 from same_numbers.trainers_base import (
-    Experts, Model, Run, adam, clip, mean_loss, pairs, rank, sum_gradients, total, train, world)
+    Experts, Model, Run, adam, clip, mean_loss, pairs, rank, sum_gradients, total, train, world,
+)
 from same_numbers.trainers_data import accumulate
 from torch import nn
 

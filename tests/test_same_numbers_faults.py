@@ -3,10 +3,10 @@
 import inspect
 import re
 
-from museum import published_faults
 import pytest
 import torch
 from lab.launch import ROOT
+from museum import published_faults
 from museum.published_faults import CASES, EXPECTED, TRAINERS, record, verdict
 from same_numbers import trainers
 from same_numbers.trainers_base import faults

@@ -6,10 +6,9 @@ import weakref
 
 import pytest
 import torch
-from transformers import LlamaConfig, MixtralConfig, MixtralForCausalLM
-
 from lab.huggingface import ExactRMSNorm, their_name
 from lab.launch import modules_of
+from transformers import LlamaConfig, MixtralConfig, MixtralForCausalLM
 
 with modules_of(16):
     import expert_parallel

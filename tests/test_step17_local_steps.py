@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
-from support.recordings import NUM_LAYERS, TOLERANCE, Case, assemble, train_here
-from lab.program import random_samples
-
 from lab.launch import modules_of
+from lab.ranks import random_samples
+from support.recordings import NUM_LAYERS, TOLERANCE, Case, assemble, train_here
 
 with modules_of(17):
     import model as llama

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lab.launch import modules_of
+from lab.program import Program
+from lab.ranks import run, threads
 from support.messages import messages
-from lab.program import StepSource, train
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 with modules_of(18):
@@ -62,7 +63,7 @@ def test_state_is_divided_evenly_and_known_to_the_table():
 
     hook = register_optimizer_step_post_hook(count)
     try:
-        train(StepSource(18), 4, [*TINY, "--optimizer", "muon", "--dp_size", 4, "--max_tokens", 64])
+        run(Program(18, [*TINY, "--optimizer", "muon", "--dp_size", 4, "--max_tokens", 64]), threads(4))
     finally:
         hook.remove()
     assert sum(held) == 4 * MATRICES + 8 * (WHOLE - MATRICES)

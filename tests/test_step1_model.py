@@ -6,12 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
 from lab.huggingface import reference, their_name
 from lab.launch import ROOT, modules_of
 from support.recordings import LLAMA3
+from transformers import AutoConfig, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 with modules_of(1):
     import model as llama

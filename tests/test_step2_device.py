@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from lab.launch import modules_of
 
 with modules_of(2):

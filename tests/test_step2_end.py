@@ -3,7 +3,6 @@
 import subprocess
 
 import pytest
-
 from lab.launch import STEPS, environment, torchrun
 
 SCRIPT = """

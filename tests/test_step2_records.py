@@ -14,7 +14,6 @@ import termios
 import time
 
 import pytest
-
 from lab.launch import STEPS, environment, fork, metrics, torchrun
 
 METRICS = ["step", "loss", "grad_norm", "learning_rate", "trained_tokens", "tokens_per_second",

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig
-
 from lab.huggingface import reference, their_name
 from lab.launch import ROOT, metrics
 from support.recordings import record
+from transformers import AutoConfig
 
 SAMPLES, SEQ_LEN, LEARNING_RATE = 8, 16, 3e-3
 MAX_GRAD_NORM = 1.0  # the default, and less than the norm of the first steps

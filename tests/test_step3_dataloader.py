@@ -11,9 +11,8 @@ import types
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-
 from lab.launch import ROOT, fork, losses, metrics, modules_of
+from tokenizers import Tokenizer
 
 with modules_of(5):
     import dataloader

@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-
 from lab.launch import ROOT, modules_of
 
 with modules_of(3):

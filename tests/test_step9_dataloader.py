@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 import torch
-
 from lab.launch import modules_of
 
 with modules_of(9):

@@ -3,10 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from support.families import (
-    HeterogeneousParallelPlugin, PipelineTemplate, listed_modules, run_chain, stages_of, toy)
-
 from lab.launch import modules_of
+from support.families import HeterogeneousParallelPlugin, PipelineTemplate, listed_modules, run_chain, stages_of, toy
 
 with modules_of(9):
     from data_parallel import Bucket

@@ -5,10 +5,11 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.families import (
     CASES, IDS, PipelineStage, PipelineTemplate, hf_tensor_parallel, load_weights, run_chain, stages_on_meta, toy,
-    toy_batch, toy_loss, toy_on_meta)
-from safetensors.torch import save_file
+    toy_batch, toy_loss, toy_on_meta,
+)
 from transformers import conversion_mapping, core_model_loading
 from transformers.core_model_loading import Chunk, WeightConverter
 

@@ -5,10 +5,9 @@ import json
 import types
 
 import pytest
-
+from lab.launch import ROOT
 from maintain import measure_course
 from maintain.contestants import BASELINE, RUNS
-from lab.launch import ROOT
 from maintain.make_tiny_llama import make
 
 

@@ -11,13 +11,12 @@ from test_tool_site_scripts import needs_node, node
 
 with modules_of(9):
     import choose
-    from sizes import split_memory
-    from sizes import splits
-    from sizes.data_sheets import PRESETS, Shape, kept_by_layer, parse_nodes, synthetic_cluster
     import model
-    from planning.module_memory import saved_bytes
     from planning.machines import Cluster, Pipeline, Setting
+    from planning.module_memory import saved_bytes
     from planning.simulate import peak_memory
+    from sizes import split_memory, splits
+    from sizes.data_sheets import PRESETS, Shape, kept_by_layer, parse_nodes, synthetic_cluster
     from sizes.splits import Job, Split
 with modules_of(11):
     from virtual_stages import SCHEDULES

@@ -15,13 +15,12 @@ from support.messages import LOGGED, messages
 
 with modules_of(9):
     import dry_run
-    from maintain import published_runs
-    from sizes import split_memory
-    from sizes import splits
-    from sizes.data_sheets import PRESETS, Shape
-    from sizes.clock import Clock, Machine, flops_per_token, simulate
-    from lab.watch.memory import Event, Handle
     from lab.alone import run_rank
+    from lab.watch.memory import Event, Handle
+    from maintain import published_runs
+    from sizes import split_memory, splits
+    from sizes.clock import Clock, Machine, flops_per_token, simulate
+    from sizes.data_sheets import PRESETS, Shape
     from utils import UserError
 with modules_of(11):
     from virtual_stages import SCHEDULES

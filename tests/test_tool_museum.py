@@ -5,13 +5,13 @@ import itertools
 import re
 
 import break_it
-from museum import find_faults
 import pytest
-from museum.faults import Edit, edited
 from break_it import FAULTS
 from lab.flags import one_process
-from museum.find_faults import CHECKS, TOPOLOGIES, Finding, case_of
 from lab.launch import ROOT
+from lab.program import Edit, Program
+from museum import find_faults
+from museum.find_faults import CHECKS, TOPOLOGIES, Finding, case_of
 
 PAGE = (ROOT / "docs" / "DEBUGGING.md").read_text(encoding="utf-8")
 FIRST = {step: next(each for each in TOPOLOGIES if each[0] == step) for step in ("4", "5", "8", "14")}  # by default
@@ -60,11 +60,13 @@ def test_its_check_finds_the_fault_and_nothing_without_it(name):
     assert not healthy.alarm, healthy
 
 
-@pytest.mark.parametrize("text, times", [("", 0), ("old old", 2)])
-def test_an_edit_whose_text_is_gone_is_an_error(text, times):
-    with pytest.raises(ValueError, match=f"^here contains this text {times} times, not once: adapt .*\nold$"):
-        edited(text, Edit("train.py", "old", "new"), "here")
-    assert edited("an old one", Edit("train.py", "old", "new"), "here") == "an new one"
+@pytest.mark.parametrize("old, times", [("no such line", 0), ("import", "[0-9]+")])
+def test_an_edit_whose_text_is_gone_is_an_error(old, times):
+    with pytest.raises(ValueError, match=f"^step4_tensor_parallel/train.py contains this text {times} times, not once:"):
+        Program(4, edits=[Edit("train.py", old, "new")])
+    with pytest.raises(ValueError, match="^there is no nothing.py in step4_tensor_parallel"):
+        Program(4, edits=[Edit("nothing.py", old, "new")])
+    assert "-import argparse" in Program(4, edits=[Edit("train.py", "import argparse", "import this")]).diff()
 
 
 @pytest.mark.parametrize("step, ranks, flags", [

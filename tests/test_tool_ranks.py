@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from lab.baton import Violation
 from lab.launch import fork, metrics
+from lab.program import Program
+from lab.ranks import SMALL, run, threads
 from lab.thread_ranks import World
-from lab.program import SMALL, StepSource, train
 
 
 def violation(size: int, program, timeout: float = 20) -> str:
@@ -115,7 +116,7 @@ def test_errors_are_those_of_the_rank():
     ("8", 4, ("--pp_size", "2", "--tp_size", "2")), ("15", 2, ("--cp_size", "2"))])
 def test_a_step_trains_as_in_processes(step, size, flags, tmp_path):
     flags = (*flags, "--gradient_accumulation_steps", "4", "--max_tokens", "128")
-    here = train(StepSource(step), size, flags, lambda modules, rank: setattr(
+    here = run(Program(step, flags), threads(size), prepare=lambda modules, rank: setattr(
         modules.train, "load_samples", modules.dataloader.load_samples))
     fork(step, size, *SMALL, *flags, "--log_dir", tmp_path, "--run_name", "run")
     for one, other in zip(here.rows, metrics(tmp_path, "run"), strict=True):

@@ -13,11 +13,11 @@ from lab.launch import ROOT, STEPS
 for library in ("sphinx", "myst_parser", "furo", "latex2mathml"):
     pytest.importorskip(library, reason="the site needs pip install -e '.[docs]'")
 
+from course.steps_compare import predecessor
+from course.tours import find_tours, read_tour
 from make_site import build
 from site_links import Repository
 from site_tours import find_programs, make_film
-from course.steps_compare import predecessor
-from course.tours import find_tours, read_tour
 
 SEARCHES = {  # what people type -> the page that has to be among the first three
     "hang": "debugging", "NCCL timeout": "debugging", "Watchdog caught collective operation timeout": "debugging",

@@ -4,10 +4,10 @@ import json
 import shutil
 import subprocess
 
+import make_site  # noqa: F401  makes known where the site's modules are
 import pytest
 from lab.launch import ROOT
 from lab.watch.schedule import play
-import make_site  # noqa: F401  makes known where the site's modules are
 from site_forms import schedules
 
 needs_node = pytest.mark.skipif(not shutil.which("node"), reason="the site's JavaScript needs apt-get install nodejs")

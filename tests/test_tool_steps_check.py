@@ -1,8 +1,8 @@
 """steps.py check on small made-up steps."""
 
 import pytest
-from support.made_up_steps import clean, replace, repo, run, snapshot, write  # noqa: F401, three of them are fixtures
 from course.steps_check import BUDGETS, CAPS, MOST_MODULES
+from support.made_up_steps import clean, replace, repo, run, snapshot, write  # noqa: F401, three of them are fixtures
 
 
 def test_check_is_silent_on_declared_changes(run):

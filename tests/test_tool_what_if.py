@@ -4,16 +4,15 @@ import math
 
 import pytest
 import torch
-
 from lab.launch import modules_of
 
 with modules_of(9):
     import what_if
+    from model import Llama
+    from planning.machines import Cluster, Setting
     from sizes.data_sheets import (
         DEVICES, PRESETS, Costs, Node, Shape, parse_nodes, parse_rate, read_nodes, read_shape, synthetic_cluster,
     )
-    from planning.machines import Cluster, Setting
-    from model import Llama
     from utils import TINY_LLAMA, load_config
 
 # Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM", Table 1:

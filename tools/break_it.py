@@ -14,11 +14,9 @@ docs/DEBUGGING.md says how each fault is found.
 """
 
 import argparse
-import difflib
 import os
 import pathlib
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,35 +24,13 @@ import tempfile
 
 sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
 
-from museum.faults_beyond import FAULTS
-from museum.faults import SGD, Edit, Fault, edited
 from lab.flags import one_process
-from lab.launch import ROOT, STEPS, metrics, torchrun
+from lab.launch import ROOT, metrics, torchrun
+from lab.program import Program
+from museum.faults import SGD, Fault
+from museum.faults_beyond import FAULTS
 
 PER_STEP = "{:>4} {:>12} {:>9} {:>11} {:>17} {:>10} {:>7}"
-
-
-def copy_step(step: str, edits: tuple[Edit, ...], folder: pathlib.Path) -> pathlib.Path:
-    """Writes a changed copy of a step into `folder` and returns the path of its train.py.
-
-    Raises ValueError where a file does not contain an edit's text exactly once.
-    """
-    copy = folder / STEPS[step].name
-    shutil.copytree(STEPS[step], copy, ignore=shutil.ignore_patterns("__pycache__"))
-    for edit in edits:
-        path = copy / edit.file
-        path.write_text(edited(path.read_text(encoding="utf-8"), edit, f"{copy.name}/{edit.file}"), encoding="utf-8")
-    return copy / "train.py"
-
-
-def diff(step: str, copy: pathlib.Path) -> str:
-    """What the copy changes in the step's files."""
-    lines = []
-    for path in sorted(STEPS[step].glob("*.py")):
-        old, new = (file.read_text(encoding="utf-8").splitlines(keepends=True) for file in (path, copy / path.name))
-        name = f"{copy.name}/{path.name}"
-        lines += difflib.unified_diff(old, new, name, f"{name}, in a copy", n=1)
-    return "".join(lines)
 
 
 def flags_of(name: str, fault: Fault, further: list[str]) -> list[str]:
@@ -146,14 +122,15 @@ def start(args: argparse.Namespace) -> int:
     fault = FAULTS[args.name]
     besides = fault.besides + SGD * args.sgd
     with tempfile.TemporaryDirectory() as folder:
-        script = copy_step(fault.step, besides + fault.edits * (not args.healthy), pathlib.Path(folder))
-        print(diff(fault.step, script.parent), flush=True)
+        program = Program(fault.step, edits=besides + fault.edits * (not args.healthy))
+        script = program.copy(pathlib.Path(folder))
+        print(program.diff(), flush=True)
         flags = flags_of(args.name, fault, args.further)
         shown = shlex.join([*fault.flags, *args.further])
         print(f"torchrun --nproc_per_node {fault.num_processes} {script.parent.name}/train.py {shown}\n", flush=True)
         if not args.compare:
             return run(fault.num_processes, script, flags)
-        right = copy_step(fault.step, fault.besides + SGD * args.sgd, pathlib.Path(folder, "right"))
+        right = Program(fault.step, edits=besides).copy(pathlib.Path(folder, "right"))
         return compare(script, right, fault.num_processes, flags)
 
 

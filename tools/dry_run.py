@@ -22,13 +22,13 @@ import sys
 
 sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
 
-from sizes.data_sheets import (  # before the modules of cluster/, which it makes known
-    PRESETS, add_device_flags, find_device, plausible, read_nodes,
-)
 from lab.alone import run_rank
 from lab.launch import writing
 from lab.watch.memory import KINDS, Event
 from sizes.clock import Clock, Machine, Rank, machine_of, predict, write_trace
+from sizes.data_sheets import (  # before the modules of cluster/, which it makes known
+    PRESETS, add_device_flags, find_device, plausible, read_nodes,
+)
 from utils import ArgumentParser, UserError, one_clear_error, positive_int, to_readable_format
 
 PHASES = ("before the step", "after backward", "after the step")

@@ -23,11 +23,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
 
 import same_numbers
-from museum.faults_beyond import FAULTS
 from lab.flags import sizes
+from lab.program import StepModules
+from lab.ranks import run, threads
+from museum.faults_beyond import FAULTS
 from museum.find_faults import Case, case_of, source
 from same_numbers import trainers_base, trainers_data, trainers_model
-from lab.program import StepModules, train
 
 try:
     from lab.watch.types import I, R, TypedRank, TypeRefused, V, set_types, spmd
@@ -95,9 +96,9 @@ def check_step(case: Case, type_on_tp: Callable[[str, bool], str] | None = None)
 
     hook = register_optimizer_step_pre_hook(before_optimizer)
     try:
-        return refusal(world.rank, lambda: train(
-            source(case), case.size, flags, lambda modules, _: annotate_step(
-                modules, world.rank, found, type_on_tp), world))
+        return refusal(world.rank, lambda: run(
+            source(case).with_flags(flags), threads(case.size, world), prepare=lambda modules, _: annotate_step(
+                modules, world.rank, found, type_on_tp)))
     finally:
         hook.remove()
 

@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 
-
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[1:1] = [str(ROOT), str(ROOT / "tools" / "site"), str(ROOT / "exercises")]
 
@@ -63,6 +62,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         from site_tours import find_programs
+
         from course.tours import find_tours
 
         tours = find_tours(ROOT)

@@ -35,8 +35,8 @@ from typing import NamedTuple
 
 sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
 
-from lab.launch import ROOT, STEPS, Help, metrics, torchrun, writing
 from course.sanity_figure import draw
+from lab.launch import ROOT, STEPS, Help, metrics, torchrun, writing
 
 QUANTITIES = {"loss": "loss", "grad_norm": "gradient norm"}  # in metrics.jsonl, and in words
 TINYLLAMA = dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32, head_dim=64,

@@ -22,12 +22,13 @@ import torch.distributed as dist
 
 sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
 
-from lab.launch import ROOT, Help, fork, metrics, modules_of, writing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+
+from lab.launch import ROOT, Help, fork, metrics, modules_of, writing
 
 with modules_of(3):
     from dataloader import load_samples

@@ -6,7 +6,7 @@ import torch
 
 from attempt import random
 from catalogue import exercise
-from lab.program import StepSource
+from lab.program import Program
 
 
 @exercise("1", "model.Attention.forward", hints=(
@@ -127,7 +127,7 @@ def rms_norm_backward(attempt):
     """
     function = attempt.function()
     for shape, eps in (((3, 4), 0.0), ((2, 3, 5), 0.5), ((2, 3, 5), 1e-5)):
-        norm = StepSource("1").load().model.RMSNorm(shape[-1], eps)
+        norm = Program("1").load().model.RMSNorm(shape[-1], eps)
         norm.weight.data = 3 * random(shape[-1], seed=1)
         x, grad = random(*shape).requires_grad_(), random(*shape, seed=2)
         norm(x).backward(grad)

@@ -1,8 +1,8 @@
 """Step 11: several chunks of the model on a rank."""
 
 from catalogue import exercise
-from schedule_attempt import count, picture, play_schedule, train_with
 from lab.watch.schedule import UNITS
+from schedule_attempt import count, picture, play_schedule, train_with
 
 
 @exercise("11", "virtual_stages.interleave", hints=(

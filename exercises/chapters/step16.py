@@ -4,7 +4,7 @@ import torch
 
 from attempt import random
 from catalogue import exercise
-from lab.program import StepSource
+from lab.program import Program
 
 WIDTH = 3
 
@@ -118,7 +118,7 @@ def missing_collective(attempt):
         expected.backward(grad)
 
         def program(modules, rank):
-            step4 = StepSource("4").load()
+            step4 = Program("4").load()
             attempt.grid(step4, tp=size)
             mine = {name: part.clone().requires_grad_() for name, part in parts_of(rows, size)[rank].items()}
             y = modules.references.routed(*mine.values(), *(

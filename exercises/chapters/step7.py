@@ -6,8 +6,8 @@ import torch
 
 from attempt import Wrong
 from catalogue import exercise
+from lab.program import Program
 from schedule_attempt import count, picture, play_schedule, train_with
-from lab.program import StepSource
 
 
 class Asked(dict):
@@ -182,7 +182,7 @@ def executor(attempt):
     group=...) and timeline.background(handle, "receive", action.microbatch, source), which returns a handle that is
     timed. The check also runs it where each receive is posted only when it is needed: a send must not wait for that.
     """
-    alternate = StepSource("8").load().pipeline_parallel.one_f_one_b
+    alternate = Program("8").load().pipeline_parallel.one_f_one_b
     check_gradients(attempt, 2, 1)
     check_gradients(attempt, 3, 5)
     check_gradients(attempt, 3, 3, alternate, ", one forward, one backward", late=True)

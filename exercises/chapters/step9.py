@@ -5,7 +5,7 @@ import itertools
 import torch
 
 from catalogue import exercise
-from lab.program import SMALL
+from lab.ranks import SMALL
 
 
 @exercise("9", "dataloader.deal_microbatches", hints=(

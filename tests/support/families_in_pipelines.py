@@ -15,7 +15,8 @@ import sys
 import torch
 import torch.distributed as dist
 from families import (
-    HeterogeneousParallelPlugin, PipelineTemplate, listed_modules, pgm, tensor_parallel, toy, toy_batch, toy_loss)
+    HeterogeneousParallelPlugin, PipelineTemplate, listed_modules, pgm, tensor_parallel, toy, toy_batch, toy_loss,
+)
 from lab.huggingface import float64_throughout
 
 STEPS, MICROBATCH, NUM_MICROBATCHES = 5, 2, 3

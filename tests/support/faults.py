@@ -17,9 +17,9 @@ import sys
 import time
 from typing import NamedTuple
 
+from lab.launch import ROOT
 from maintain.bed import NODES, SSH_CONFIG, testbed
 from maintain.elastic_bed import kill_all, nothing_runs, pids_of, switch_on
-from lab.launch import ROOT
 from maintain.launcher import Launch, eventually, write_hosts
 from maintain.processes import processes
 

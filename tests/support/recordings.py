@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from lab.launch import ROOT, STEPS, metrics, start_fork
+from lab.program import Program
+from lab.ranks import run, threads
 from support.record import Recording
-from lab.program import StepSource, train
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -134,7 +135,7 @@ def train_flags_here(step: int, num_ranks: int, flags: list) -> Run:
     hooks = [register_optimizer_step_pre_hook(lambda *args: recordings[dist.get_rank()].snapshot(*args)),
              register_module_forward_hook(lambda *args: recordings[dist.get_rank()].watch(*args))]
     try:
-        return Run(train(StepSource(step), num_ranks, flags, prepare).rows, found)
+        return Run(run(Program(step, flags), threads(num_ranks), prepare=prepare).rows, found)
     finally:
         for hook in hooks:
             hook.remove()

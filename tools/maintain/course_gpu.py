@@ -37,6 +37,7 @@ OURS, THEIRS, COMPILED = "ours", "Hugging Face, autocast", ", compiled"
 
 def gpu(args) -> None:
     import torch
+
     from sizes.data_sheets import DEVICES, MODEL, Shape
 
     if args.device == "cuda" and not torch.cuda.is_available():

@@ -5,8 +5,9 @@ ring attention. See make_figures.py.
 import types
 
 import matplotlib.patches as patches
-from lab.launch import modules_of
 from matplotlib.figure import Figure
+
+from lab.launch import modules_of
 from timeline_picture import GROUND, INK
 
 FAINT = "#8a8a8a"

@@ -3,8 +3,9 @@
 import pathlib
 import statistics
 
-from maintain.figures_drawn import INK, canvas
 from matplotlib.patches import Patch
+
+from maintain.figures_drawn import INK, canvas
 from timeline_picture import COLOURS, COMPUTE, Span, bubble_of, computed, draw_compute, read_trace, seconds_of
 
 SCHEDULES = {"afab": "all forward, all backward (AFAB)", "1f1b": "one forward, one backward (1F1B)",

@@ -143,7 +143,8 @@ class Bench:
     def predict(self, size: int, *pipelines: tuple, **setting) -> dict:
         """The plan of (ranks, layers, num_microbatches) each, in micro-batches of `size` samples."""
         with modules_of(9):
-            from planning.machines import Candidate as Planned, Cluster, Pipeline, Setting
+            from planning.machines import Candidate as Planned
+            from planning.machines import Cluster, Pipeline, Setting
             from planning.report import as_plan
             from planning.search import Plans, Scored
             from planning.simulate import simulate

@@ -20,10 +20,8 @@ import time
 
 sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools/, and where lab is
 
-from maintain import course_muon
-from maintain import figures_drawn
-from maintain import figures_measured
 from lab.launch import ROOT, STEPS, Help, environment, modules_of, writing
+from maintain import course_muon, figures_drawn, figures_measured
 from maintain.make_tiny_llama import resized
 from maintain.turns import Program
 

@@ -30,11 +30,9 @@ import tempfile
 
 sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools/, and where lab is
 
-from maintain import course_gpu
-from maintain import course_memory
-from maintain import course_muon
-from maintain.contestants import GROUPS, RUNS, TOKENS_A_STEP, Run, check_losses, make_tokens, read_results, start
 from lab.launch import Help
+from maintain import course_gpu, course_memory, course_muon
+from maintain.contestants import GROUPS, RUNS, TOKENS_A_STEP, Run, check_losses, make_tokens, read_results, start
 from maintain.turns import keep, programs_in_turns, table, times_as_fast
 
 

@@ -20,9 +20,10 @@ from statistics import mean, median
 sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools/, and where lab is
 
 import torch.distributed as dist
-from lab.launch import ROOT, STEPS
-from lab.program import StepSource
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lab.launch import ROOT, STEPS
+from lab.program import Program
 from maintain.turns import table
 
 asked = []  # of the store and of new_group()
@@ -58,7 +59,7 @@ def serve(writing: int) -> None:
 def start_rank(writing: int, rank: int, folder: pathlib.Path, begin: float) -> None:
     os.environ["RANK"], rendezvous = str(rank), dist.rendezvous
     dist.rendezvous = lambda *args, **more: ((NotingStore(store), *it) for store, *it in rendezvous(*args, **more))
-    manager = StepSource("", folders=(folder,)).load().process_group_manager
+    manager = Program("", folders=(folder,)).load().process_group_manager
     time.sleep(max(begin - time.time(), 0))
     start, busy = time.perf_counter(), time.process_time()
     manager.init_process_group("gloo", 300, {"flag": 1})
@@ -106,7 +107,7 @@ def main():
             dist.init_process_group("fake", store=FakeStore(), rank=8191, world_size=16384)
             asked.clear()
             busy = time.process_time()
-            StepSource("", folders=(folder,)).load().process_group_manager.ProcessGroupManager(128, 16, 8)
+            Program("", folders=(folder,)).load().process_group_manager.ProcessGroupManager(128, 16, 8)
             rows.append(["16,384", name, "", f"{time.process_time() - busy:.3f}", "", len(asked)])
             dist.destroy_process_group()
     print(table(["ranks", "step 8", "seconds", "of the processor", "asked of the store", "groups"], rows))

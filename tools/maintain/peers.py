@@ -20,8 +20,9 @@ sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools
 
 import torch
 import torch.distributed as dist
-from lab.launch import Help, modules_of
 from with_torch import accumulate, add_flags, cut, initial_model, make_mesh, mean_over, parallel, run_pipeline, train
+
+from lab.launch import Help, modules_of
 
 with modules_of(3):
     from dataloader import TokenSamples
@@ -93,8 +94,9 @@ def pipeline(model, mesh, args):
 
 def hugging_face(model, mesh, args):
     """LlamaForCausalLM with our weights."""
-    from lab.huggingface import their_name
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from lab.huggingface import their_name
 
     theirs = LlamaForCausalLM(LlamaConfig.from_pretrained(args.model_name, attn_implementation="sdpa"))
     theirs.load_state_dict({their_name(name): weight for name, weight in model.state_dict().items()})

@@ -16,10 +16,10 @@ import sys
 
 sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools/, and where lab is
 
-from sizes.data_sheets import EFFICIENCY, PRESETS, Shape, parse_nodes
-from sizes.clock import Clock, Machine, machine_of, predict
-from lab.watch.memory import Event
 from lab.alone import run_rank
+from lab.watch.memory import Event
+from sizes.clock import Clock, Machine, machine_of, predict
+from sizes.data_sheets import EFFICIENCY, PRESETS, Shape, parse_nodes
 
 TRAIN = pathlib.Path(__file__).resolve().parents[2] / "beyond" / "step16_expert_parallel" / "train.py"
 INTERLEAVED = "--pp_engine interleaved --virtual_stages "

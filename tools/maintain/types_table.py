@@ -9,14 +9,13 @@ published ones is in docs/SAME_NUMBERS.md, whose command is tools/museum/publish
 import pathlib
 import re
 import sys
-from unittest import mock
 
 sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools/, and where lab is
 
-from find_by_types import FAULTS, case_of, check, not_tried, published, sizes, source, train, trainers
-from museum.find_faults import forget_models, same
+from find_by_types import FAULTS, case_of, check, not_tried, published, run, sizes, source, threads, trainers
 from lab.launch import ROOT
 from lab.thread_ranks import Violation
+from museum.find_faults import forget_models, same
 
 
 def off_after(name: str, steps: int = 100) -> str:
@@ -26,13 +25,10 @@ def off_after(name: str, steps: int = 100) -> str:
         flags = sizes(case.flags)
         tokens = 16 * flags.dp_size * flags.gradient_accumulation_steps * steps
         words = "--num_hidden_layers", str(max(flags.pp_size, 2)), "--max_tokens", str(tokens)
-        return train(source(case), case.size, (*case.flags, *words), timeout=600).rows[-1]["loss"]
+        return run(source(case).with_flags((*case.flags, *words)), threads(case.size), timeout=600).rows[-1]["loss"]
 
-    nothing = mock.Mock()  # train() would keep the weights and gradients of each step
     try:
-        with mock.patch.multiple("lab.program", register_optimizer_step_pre_hook=nothing,
-                                 register_optimizer_step_post_hook=nothing):
-            percent = 100 * (loss(FAULTS[name].edits) / loss(()) - 1)
+        percent = 100 * (loss(FAULTS[name].edits) / loss(()) - 1)
         return f"{percent:+.2g}" if abs(percent) > 1e-3 else "0"
     except (Violation, KeyError):
         return "-"

@@ -5,21 +5,7 @@ Each has been made in a public project, too: `reported` says where.
 
 from typing import NamedTuple
 
-
-class Edit(NamedTuple):
-    """Replaces the text `old`, which `file` contains exactly once, by `new`."""
-
-    file: str
-    old: str
-    new: str
-
-
-def edited(text: str, edit: Edit, where: str) -> str:
-    """`text`, of the file `where`, with the edit. Raises ValueError unless it contains `edit.old` exactly once."""
-    if (count := text.count(edit.old)) != 1:
-        raise ValueError(f"{where} contains this text {count} times, not once: adapt tools/museum/faults.py or "
-                         f"tools/museum/faults_beyond.py to it\n{edit.old}")
-    return text.replace(edit.old, edit.new)
+from lab.program import Edit
 
 
 class Fault(NamedTuple):

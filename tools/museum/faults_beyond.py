@@ -1,7 +1,8 @@
 """The faults of steps 10 to 16 that break_it.py switches on, behind those of the steps before (faults.py)."""
 
+from lab.program import Edit
 from museum import faults as break_faults
-from museum.faults import DP2, PP2, TP2, Edit, Fault
+from museum.faults import DP2, PP2, TP2, Fault
 
 CP2 = ("--cp_size", "2", "--gradient_accumulation_steps", "8", "--max_tokens", "40960")
 EXPERTS = ("--num_experts", "4")

@@ -12,7 +12,6 @@ break_it.py NAME --find runs the check that a fault names, and --find --healthy 
 import functools
 import gc
 import itertools
-import linecache
 import math
 import pathlib
 import tempfile
@@ -22,12 +21,14 @@ from typing import NamedTuple
 import torch
 
 import same_numbers
-from museum.faults import Edit, Fault, edited
 from lab.flags import one_process, sizes, without
 from lab.launch import STEPS
+from lab.program import Edit, Program, StepModules
+from lab.ranks import run as run_program
+from lab.ranks import threads
 from lab.thread_ranks import Violation
 from lab.watch.schedule import problem
-from lab.program import StepModules, StepSource, train
+from museum.faults import Fault
 
 STEPS_RUN, STEPS_RECORDED, FEW_MICROBATCHES = 2, 3, ("--gradient_accumulation_steps", "4")
 BYTES_TOLERANCE = 0.1  # relative; of tokens that travel to experts, the formulas know the average
@@ -50,19 +51,9 @@ class Case(NamedTuple):
     edits: tuple[Edit, ...] = ()
 
 
-def source(case: Case) -> StepSource:
+def source(case: Case) -> Program:
     """The modules of the case's step, with its edits. Raises ValueError where the code is no longer what one edits."""
-    texts: dict[str, str] = {}
-    for edit in case.besides + case.edits:
-        path = STEPS[case.step] / edit.file
-        text = texts.get(edit.file) or path.read_text(encoding="utf-8")
-        texts[edit.file] = edited(text, edit, f"{path.parent.name}/{edit.file}")
-    code = {}
-    for file, text in texts.items():
-        name = f"{STEPS[case.step] / file}, changed"
-        linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name  # for the lines of messages
-        code[pathlib.Path(file).stem] = compile(text, name, "exec")
-    return StepSource(case.step, code)
+    return Program(case.step, case.flags, case.besides + case.edits)
 
 
 @functools.cache
@@ -74,7 +65,7 @@ def run(case: Case, steps: int = STEPS_RUN, dtype: str = "float64") -> list[int]
     gc.collect()
     gc.freeze()  # what is here already, forget_models() need not look at
     try:
-        world = train(source(case), case.size, flags).world
+        world = run_program(source(case).with_flags(flags), threads(case.size)).world
     finally:
         forget_models()
     return [world.num_bytes(rank) for rank in range(case.size)]

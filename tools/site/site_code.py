@@ -16,6 +16,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_for_filename
 from pygments.lexers.special import TextLexer
 from pygments.util import ClassNotFound
+
 from course.steps_compare import Change, git_diff
 from course.tours import Scene, shown_lines
 

@@ -6,13 +6,15 @@ import pathlib
 import sys
 
 import jinja2
+
 from lab.launch import ROOT, modules_of
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.append(str(ROOT / "cluster"))
 with modules_of(9):
-    from sizes.data_sheets import PRESETS
     from planning.schedules import SCHEDULES as OF_PLANNER
+
+    from sizes.data_sheets import PRESETS
 with modules_of(11):
     from virtual_stages import SCHEDULES as OF_STEPS
 

@@ -10,6 +10,7 @@ from site_code import diff_html, file_html
 from site_links import FORMS, Repository
 from site_search import write_search
 from site_tours import tour_text
+
 from course.steps_compare import predecessor
 from course.tours import definitions
 

@@ -15,6 +15,7 @@ import jinja2
 from markupsafe import Markup
 from pygments.formatters import HtmlFormatter
 from site_code import scene_html
+
 from course.steps_compare import predecessor
 from course.tours import Tour, file_stem, read_tour
 

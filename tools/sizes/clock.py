@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from sizes.data_sheets import LINK_SHARE, MODEL, NODE_LATENCY, Node, Shape
 from lab.alone import Rank
 from lab.watch.memory import Event
+from sizes.data_sheets import LINK_SHARE, MODEL, NODE_LATENCY, Node, Shape
 
 ACTIONS = {"forward": "F", "backward": "B", "weight gradients": "W"}
 
