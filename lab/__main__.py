@@ -1,0 +1,45 @@
+"""One optimizer step of a step of the course, on ranks that are threads of this process, to look at, to stop, to change.
+
+    python -m lab 8 --pp_size 4 --gradient_accumulation_steps 8
+
+Flags that are not the laboratory's own are those of the step's train.py.
+"""
+
+import argparse
+import sys
+
+from lab.launch import Help
+from lab.program import Edit, Program
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m lab", description=__doc__, formatter_class=Help,
+                                     allow_abbrev=False)
+    parser.add_argument("step", help="a step of the course, from 2 on")
+    parser.add_argument("--edit", nargs=3, action="append", default=[], metavar=("FILE", "OLD", "NEW"),
+                        help="replaces the text OLD, which FILE of the step contains once, by NEW; repeatable")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, flags = make_parser().parse_known_args(argv)
+    try:
+        program = Program(args.step, flags, [Edit(*each) for each in args.edit])
+    except ValueError as error:
+        print(f"python -m lab: {error}", file=sys.stderr)
+        return 2
+    from lab.flags import sizes  # and with it torch
+    from lab.ranks import run, threads
+    from lab.watch.messages import Messages
+
+    found, messages = sizes(flags), Messages()
+    size = found.dp_size * found.pp_size * found.cp_size * found.tp_size
+    print(f"step {args.step} on {size} ranks", flush=True)
+    result = run(program, threads(size), [messages])
+    print(*messages.events, sep="\n")
+    print(f"loss {result.rows[0]['loss']:.6f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
