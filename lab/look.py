@@ -8,10 +8,12 @@
 
 import argparse
 import html
+import itertools
 import shlex
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -22,6 +24,7 @@ from lab.ranks import SMALL, Result, check, run, threads
 from lab.watch import Watch
 
 NAMES = [name.lower() for name, module in lab.MODULES.items() if module.startswith("watch.")]
+WORDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
 DEFAULT = ("messages", "schedule")
 
 
@@ -72,46 +75,57 @@ def look(step: int | str, flags: str | Sequence = (), edits: Sequence[Edit] = ()
 # The result as text
 
 
-def describe(event, during: str) -> str:
-    what = f" {' x '.join(map(str, event.shape))} {event.dtype}" if event.dtype else ""
-    who = f"rank {event.rank} -> rank {event.peer}" if event.kind == "send" else f"ranks {', '.join(map(str, event.group))}"
-    return f"{who}  {event.kind}{what}{during}"
+class Line(NamedTuple):
+    """A message, or a collective of all its ranks, in words."""
+
+    number: int
+    what: str
+    when: str
 
 
-def messages(result: Result) -> list[tuple[int, str]]:
-    """Number and description of each message, and of each collective, once for all of its ranks."""
-    schedule, found = result.watch("Schedule"), {}
+def messages(result: Result) -> list[Line]:
+    schedule, found, starts = result.watch("Schedule"), {}, defaultdict(list)
     for event in result.world.events:
-        if event.kind != "receive" and (event.number not in found or event.posted < found[event.number].posted):
-            found[event.number] = event
-    starts = defaultdict(list)
+        if event.kind != "receive" and event.number >= 0:
+            found[event.number] = min(event, found.get(event.number, event), key=lambda each: each.posted)
     for action in sorted(schedule.actions if schedule else [], key=lambda action: action.start):
         starts[action.rank].append(action)
-    names = {"F": "forward", "B": "backward", "W": "weight gradients"}
-
-    def during(event) -> str:
-        action = next((each for each in reversed(starts[event.rank]) if each.start < event.posted), None)
-        if action is None:
-            return ", before the first forward" if schedule else ""
-        number = f" {action.microbatch}" + f", chunk {action.chunk}" * (action.chunk > 0)
-        return f", {names[action.kind]}{number}" if action.kind in names else f", {action.kind}"
-
-    return [(number, describe(event, during(event))) for number, event in sorted(found.items())]
+    return [Line(number, what(event, result.world.size), when(event, starts[event.rank]))
+            for number, event in sorted(found.items())]
 
 
-def folded(lines: list[tuple[int, str]]) -> Iterator[str]:
-    """Equal lines that follow each other become one."""
-    k = 0
-    while k < len(lines):
-        count = next((i for i in range(len(lines) - k) if lines[k + i][1] != lines[k][1]), len(lines) - k)
-        yield f"{lines[k][0]:5}  {lines[k][1]}" + f"  ({count} times)" * (count > 1)
-        k += count
+def what(event, size: int) -> str:
+    ranks = "all ranks" if len(event.group) == size else f"ranks {', '.join(map(str, event.group))}"
+    who = f"rank {event.rank} -> rank {event.peer}" if event.kind == "send" else ranks
+    shape = " x ".join(map(str, event.shape)) or "scalar"
+    return f"{who}  {event.kind}" + f" {shape} {event.dtype}" * bool(event.dtype)
+
+
+def when(event, actions: list) -> str:
+    """What its rank does, or did last before."""
+    action = next((action for action in reversed(actions) if action.start < event.posted), None)
+    if action is None:
+        return "before the first forward" * bool(actions)
+    words = WORDS.get(action.kind, action.kind) + f" {action.microbatch}" * (action.kind in WORDS)
+    after = "after " * (event.posted > action.end and event.kind != "send")  # a send is the result of an action
+    return after + words + f", chunk {action.chunk}" * (action.chunk > 0)
+
+
+def folded(lines: list[Line]) -> Iterator[str]:
+    """A line for each message; of those that follow each other at the same time, one for equal ones."""
+    for _, group in itertools.groupby(lines, key=lambda line: line.when):
+        counts: dict[str, list[Line]] = defaultdict(list)
+        for each in group:
+            counts[each.what].append(each)
+        for equal in counts.values():
+            number, what, when = equal[0]
+            yield f"{number:5}  {what}" + f", {when}" * bool(when) + f"  ({len(equal)} times)" * (len(equal) > 1)
 
 
 def sums(result: Result) -> str:
     count, size = Counter(), Counter()
     for event in result.world.events:
-        if event.kind != "receive":
+        if event.kind != "receive" and event.number >= 0:
             count[event.kind, event.number] += 1
             size[event.kind] += event.num_bytes
     kinds = Counter(kind for kind, _ in count)
@@ -148,7 +162,7 @@ def compare(result: Result, other: Result) -> str:
 def differences(result: Result, other: Result) -> Iterator[str]:
     yield first("losses", [losses(result)], [losses(other)])
     if result.watch("Messages"):
-        yield first("messages", *([f"message {n}: {what}" for n, what in messages(each)] for each in (result, other)))
+        yield first("messages", *([f"message {number}: {what}, {when}" for number, what, when in messages(each)] for each in (result, other)))
     if result.watch("Schedule"):
         yield first("schedule", *([f"rank {a.rank} {a.kind}{a.microbatch}" for a in each.watch("Schedule").actions]
                                   for each in (result, other)))

@@ -17,6 +17,7 @@ from lab.baton import Baton, Handle, Violation, place
 
 COMBINE = {str(op): function for op, function in (
     (dist.ReduceOp.SUM, torch.add), (dist.ReduceOp.MAX, torch.maximum), (dist.ReduceOp.MIN, torch.minimum))}
+NO_MESSAGE = -1  # the number of what needs none: a collective of one rank, a new group
 
 
 class Event(NamedTuple):
@@ -33,7 +34,7 @@ class Event(NamedTuple):
     end: int
     shape: tuple[int, ...] = ()  # of the tensor; of an all-to-all's rows
     dtype: str = ""
-    number: int = 0  # of the message or collective, which is the same for all of its ranks: in order of their first
+    number: int = NO_MESSAGE  # of the message or collective, in order of their first rank's call
     posted: int = 0  # the moments at which this rank began and ended it, on the world's count of moments
     done: int = 0
 
@@ -92,7 +93,7 @@ class Collectives(Baton):
         self.counts[rank, group] += 1
         entries, key = self.collectives[group, self.counts[rank, group]], (group, self.counts[rank, group])
         if not entries:
-            self.number_of[key] = next(self.numbers)
+            self.number_of[key] = next(self.numbers) if group.size() > 1 and kind != "new_group" else NO_MESSAGE
         posted, *tensor = next(self.moments), *described(signature)
         entries[rank] = (kind, *signature), given, place(), self.clocks[rank]
         (other, (first, *_)) = next(iter(entries.items()))
