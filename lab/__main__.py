@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def show(args: argparse.Namespace, program: Program) -> int:
     """Runs the step, and before it the unchanged one if there are edits, and prints what was watched."""
-    from lab.look import look  # and with it torch
+    from lab.results import look  # and with it torch
 
     watch, unchanged = args.watch.split(","), None
     if args.edit:

@@ -77,10 +77,10 @@ def timed(actions, events) -> Timed:
 
 def shapes(result) -> tuple[list[tuple], float, float]:
     """What to draw, in pixels from the upper left, and the picture's width and height."""
-    drawn = timed(result.watch("Schedule").actions, result.world.events)
+    drawn, size = timed(result.watch("Schedule").actions, result.world.events), result.world.size
     chunks = types.SimpleNamespace(num_chunks=1 + max((action.chunk for action, *_ in drawn.bars), default=0))
     end = max(drawn.clocks.values(), default=1)
-    unit, size = max(15, min(34, 1000 / end)), result.world.size
+    unit = max(15, min(60, 1000 / end))
 
     def x(time: float) -> float:
         return LEFT + time * unit
@@ -88,22 +88,30 @@ def shapes(result) -> tuple[list[tuple], float, float]:
     def y(rank: int) -> float:
         return TOP + rank * ROW
 
-    found = [("text", 8, y(rank) + BAR / 2, f"rank {rank}", "start", "ink") for rank in range(size)]
-    found += [("rect", LEFT, y(rank), end * unit, BAR, "faint", f"rank {rank} waits") for rank in range(size)]
+    rows = [("rect", LEFT, y(rank), end * unit, BAR, "faint", f"rank {rank} waits") for rank in range(size)]
+    texts = [("text", 8, y(rank) + BAR / 2, f"rank {rank}", "start", "ink") for rank in range(size)]
     for action, start, stop in drawn.bars:
         title, middle = name(chunks, action.kind, action.microbatch, action.chunk), x((start + stop) / 2)
-        found.append(("rect", x(start), y(action.rank), (stop - start) * unit - 1, BAR, FILLS[action.kind],
-                      f"rank {action.rank}: {title}"))
-        found.append(("text", middle, y(action.rank) + BAR / 2, title, "middle", INK if action.kind == "W" else WHITE))
+        rows.append(("rect", x(start), y(action.rank), (stop - start) * unit - 1, BAR, FILLS[action.kind],
+                     f"rank {action.rank}: {title}"))
+        texts.append(("text", middle, y(action.rank) + BAR / 2, title, "middle", INK if action.kind == "W" else WHITE))
     for event, time in drawn.joints.values():
         title, down = f"{event.number}: {event.kind} of ranks {', '.join(map(str, event.group))}", BAR + 4
-        found.append(("line", x(time), y(event.group[0]) + down, x(time), y(event.group[-1]) + down, JOINT, title))
-        found += [("dot", x(time), y(rank) + down, JOINT, title) for rank in event.group]
-    for event, sent, taken in drawn.arrows:
+        rows.append(("line", x(time), y(event.group[0]) + down, x(time), y(event.group[-1]) + down, JOINT, title))
+        rows += [("dot", x(time), y(rank) + down, JOINT, title) for rank in event.group]
+    inside = {event.number for event, sent, taken in drawn.arrows for action, start, stop in drawn.bars
+              if action.rank == event.rank and start < taken < stop}
+    for event, sent, taken in drawn.arrows:  # those that an action itself exchanges are many, so they have no tips
         down, title = event.rank > event.peer, f"{event.number}: rank {event.peer} to rank {event.rank}"
-        found.append(("arrow", x(sent), y(event.peer) + BAR * down, x(taken), y(event.rank) + BAR * (not down), "ink",
-                      title))
-    return found, x(end) + 16, y(size) - ROW + BAR + 16
+        rows.append(("line" if event.number in inside else "arrow", x(sent), y(event.peer) + BAR * down, x(taken),
+                     y(event.rank) + BAR * (not down), "ink", title))
+    place = LEFT
+    for kind, words in (("F", "forward"), ("B", "backward"), ("W", "gradients of weights"), ("", "collective")):
+        if kind in {"", *(action.kind for action, *_ in drawn.bars)} and (kind or drawn.joints):
+            rows.append(("rect", place, 9, 11, 11, FILLS.get(kind, JOINT), words))
+            texts.append(("text", place + 16, 14.5, words, "start", "ink"))
+            place += 36 + 7 * len(words)
+    return rows + texts, max(x(end), place) + 16, y(size) - ROW + BAR + 16
 
 
 def svg(result) -> str:

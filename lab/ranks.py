@@ -68,17 +68,17 @@ class Result(NamedTuple):
 
     def beside(self, other: "Result") -> str:
         """The first differences from another result."""
-        from lab.look import compare
+        from lab.results import compare
 
         return compare(self, other)
 
     def __str__(self) -> str:
-        from lab.look import text
+        from lab.results import text
 
         return text(self)
 
     def _repr_html_(self) -> str:
-        from lab.look import as_html
+        from lab.results import as_html
 
         return as_html(self)
 
