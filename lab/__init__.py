@@ -12,8 +12,9 @@ that take turns. What watches is installed before, and holds its findings after 
 import importlib
 
 MODULES = {  # public name -> its module, which is imported when the name is first used: most of them import torch
-    "Edit": "program", "Messages": "watch.messages", "Numbers": "watch.numbers", "Program": "program",
-    "Result": "ranks", "run": "ranks", "threads": "ranks"}
+    "Allocated": "watch.kept", "Edit": "program", "Kept": "watch.kept", "Messages": "watch.messages",
+    "Numbers": "watch.numbers", "Program": "program", "Result": "ranks", "SameNumbers": "watch.numbers",
+    "WholeNumbers": "watch.numbers", "processes": "ranks", "run": "ranks", "threads": "ranks"}
 __all__ = [*MODULES]
 
 
