@@ -42,14 +42,22 @@ class Schedule(Watch):
         return mock.patch.object(torch.Tensor, "backward", self.counted("B", torch.Tensor.backward))
 
     def begin(self, modules, rank: int) -> None:
-        if hasattr(modules, "timeline"):
-            modules.timeline.timeline.span = self.span
-        else:
+        if not hasattr(modules, "timeline"):
             self.without_timeline.add(rank)
             modules.model.Llama.forward = self.counted("F", modules.model.Llama.forward)
+            return
+        timeline = modules.timeline.timeline
+        own = timeline.span
+
+        @contextlib.contextmanager
+        def span(kind: str, *of):
+            with own(kind, *of), self.span(kind, *of):
+                yield
+
+        timeline.span = span
 
     @contextlib.contextmanager
-    def span(self, kind: str, microbatch: int | None = 0, chunk: int = 0) -> Iterator[None]:
+    def span(self, kind: str, microbatch: int | None = None, chunk: int = 0) -> Iterator[None]:
         start = next(self.world.moments)
         yield
         if kind not in ("wait", "all-to-all"):  # the messages say these

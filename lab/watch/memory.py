@@ -91,27 +91,19 @@ class CountedStore(dist.Store):
         return 0  # another rank is the last one
 
 
-class Count(TorchDispatchMode):
-    """Sizes of all tensors, operations, and `log`, what the rank does: ("compute", seconds, those of its products
-    alone), ("begin", phase, micro-batch, chunk), ("end",), ("wait", handle), Event. `seconds_of(flops, bytes, dtype)`
-    prices an operation.
+class Held:
+    """Bytes of storages by kind, of each from when it is noted until it is freed.
+
+    `held` now; `peak`, the most of all together, and in which phase; `most` of each kind by itself; `snapshots` by name.
     """
 
-    def __init__(self, seconds_of: Callable[[float, float, torch.dtype | None], float], is_gpu: bool):
-        super().__init__()
-        self.fake, self.is_fake, self.is_gpu = FakeTensorMode(allow_non_fake_inputs=True), False, is_gpu
-        self.seconds_of, self.log, self.is_view, self.phase = seconds_of, [], {}, "weights"
-        self.default, self.storages, self.held = "weights", {}, Counter(dict.fromkeys(KINDS, 0))
-        self.snapshots: dict[str, dict] = {}
+    def __init__(self):
+        self.default, self.phase, self.storages = "weights", "weights", {}
+        self.held, self.snapshots = Counter(dict.fromkeys(KINDS, 0)), {}
         self.restart()
 
     def restart(self) -> None:
-        """`peak`: the most of all together; `most`: of each by itself; `kept`: between two actions, for backward."""
-        self.log.clear()
-        self.flops, self.peak, self.peak_at, self.kept, self.most = 0, Counter(), "", 0, Counter(self.held)
-        self.alive = 0
-
-    # Memory
+        self.peak, self.peak_at, self.most, self.alive = Counter(), "", Counter(self.held), 0
 
     def note(self, tensor: torch.Tensor, category: str) -> None:
         storage = tensor.untyped_storage()
@@ -143,6 +135,27 @@ class Count(TorchDispatchMode):
         if entry := self.storages.get(storage._cdata):
             change, entry[0] = storage.nbytes() - entry[0], storage.nbytes()
             self.grow(entry[1], change)
+
+    def snapshot(self, name: str) -> None:
+        self.snapshots[name] = dict(self.held)
+
+
+class Count(Held, TorchDispatchMode):
+    """Sizes of all tensors, operations, and `log`, what the rank does: ("compute", seconds, those of its products
+    alone), ("begin", phase, micro-batch, chunk), ("end",), ("wait", handle), Event. `seconds_of(flops, bytes, dtype)`
+    prices an operation. `kept`: the most between two actions, for backward.
+    """
+
+    def __init__(self, seconds_of: Callable[[float, float, torch.dtype | None], float], is_gpu: bool):
+        TorchDispatchMode.__init__(self)
+        self.fake, self.is_fake, self.is_gpu = FakeTensorMode(allow_non_fake_inputs=True), False, is_gpu
+        self.seconds_of, self.log, self.is_view = seconds_of, [], {}
+        Held.__init__(self)
+
+    def restart(self) -> None:
+        super().restart()
+        self.log.clear()
+        self.flops, self.kept = 0, 0
 
     # Operations
 
@@ -206,9 +219,6 @@ class Count(TorchDispatchMode):
             if param.grad is not None:
                 self.label(param.grad, "gradients")
         self.phase = "between"
-
-    def snapshot(self, name: str) -> None:
-        self.snapshots[name] = dict(self.held)
 
 
 class Communication:
