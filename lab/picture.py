@@ -20,6 +20,8 @@ COLOURS = {"forward": "#4477aa", "backward": "#228833", "weight gradients": "#cc
 GROUND, INK = "#fcfcfa", "#222222"
 FILLS = {"F": COLOURS["forward"], "B": COLOURS["backward"], "W": COLOURS["weight gradients"]}
 FILLS = {"F": COLOURS["forward"], "B": COLOURS["backward"], "W": COLOURS["weight gradients"]}
+KINDS = {"weights": "#aa3377", "gradients": "#ee6677", "optimizer": "#777777", "activations": "#66ccee",
+         "messages": "#ee7733"}  # of bytes
 JOINT, ENDINGS = COLOURS["all-reduce"], (".svg", ".png")
 ROW, BAR, LEFT, TOP = 46, 26, 64, 34  # pixels: from row to row, a bar's height, where bars begin
 HEAD = f"""<svg class="lab" xmlns="http://www.w3.org/2000/svg" width="%.0f" height="%.0f"><style>
@@ -107,13 +109,43 @@ def shapes(result) -> tuple[list[tuple], float, float]:
         rows.append(("line" if event.number in inside else "arrow",
                      (LEFT + sent * unit, top[event.peer] + BAR * down, LEFT + taken * unit,
                       top[event.rank] + BAR * (not down)), INK, f"{event.number}: rank {event.peer} to {event.rank}"))
-    right, kinds = LEFT, {*(action.kind for action, *_ in drawn.bars), *"J" * bool(drawn.joints)}
-    for kind, words in (("F", "forward"), ("B", "backward"), ("W", "gradients of weights"), ("J", "collective")):
-        if kind in kinds:
-            rows.append(("rect", (right, 9, 11, 11), FILLS.get(kind, JOINT), words))
-            texts.append(("start", (right + 16, 14.5), INK, words))
-            right += 36 + 7 * len(words)
-    return rows + texts, max(LEFT + end * unit, right) + 16, top[-1] + BAR + 16
+    height, kinds = top[-1] + BAR + 16, {action.kind for action, *_ in drawn.bars}
+    words = {"F": "forward", "B": "backward", "W": "gradients of weights"}
+    right = legend(rows, texts, 9, {words[kind]: FILLS[kind] for kind in FILLS if kind in kinds}
+                   | ({"collective": JOINT} if drawn.joints else {}))
+    if memory := result.watch("Memory"):
+        right = max(right, legend(rows, texts, height + 8, KINDS))
+        height = held(rows, texts, memory, drawn, height + 32, unit)
+    return rows + texts, max(LEFT + end * unit, right) + 16, height
+
+
+def legend(rows: list, texts: list, y: float, colours: dict[str, str]) -> float:
+    """Adds what colours mean. Returns where it ends."""
+    right = LEFT
+    for words, colour in colours.items():
+        rows.append(("rect", (right, y, 11, 11), colour, words))
+        texts.append(("start", (right + 16, y + 5.5), INK, words))
+        right += 36 + 7 * len(words)
+    return right
+
+
+def held(rows: list, texts: list, memory, drawn: Timed, y: float, unit: float) -> float:
+    """Adds the bytes that each rank holds, from the end of an action to that of the next. Returns where they end."""
+    most = max(sum(kinds.values()) for moments in memory.held.values() for _, kinds in moments) or 1
+    for rank, moments in sorted(memory.held.items()):
+        ends = [0, *(stop for action, _, stop in drawn.bars if action.rank == rank), max(drawn.clocks.values())]
+        after = [kinds for phase, kinds in moments if phase.startswith(("forward", "backward", "weight gradients"))]
+        after.insert(0, memory.snapshots[rank].get("before the step", {}))
+        peak = max(sum(kinds.values()) for kinds in after)
+        texts += [("start", (8, y + 8), INK, f"rank {rank}"), ("start", (8, y + 22), INK, f"{peak / 1e6:.3g} MB")]
+        for start, stop, kinds in zip(ends, ends[1:], after):
+            bottom = y + BAR + 8
+            for kind in KINDS:
+                size = kinds.get(kind, 0) / most * (BAR + 8)
+                rows.append(("rect", (LEFT + start * unit, bottom := bottom - size, (stop - start) * unit, size),
+                             KINDS[kind], f"rank {rank}: {kinds.get(kind, 0):,} bytes of {kind}"))
+        y += ROW
+    return y
 
 
 def svg(result) -> str:
