@@ -25,7 +25,8 @@ KINDS = {"weights": "#aa3377", "gradients": "#ee6677", "optimizer": "#777777", "
 JOINT, ENDINGS = COLOURS["all-reduce"], (".svg", ".png")
 ROW, BAR, LEFT, TOP = 46, 26, 64, 34  # pixels: from row to row, a bar's height, where bars begin
 HEAD = f"""<svg class="lab" xmlns="http://www.w3.org/2000/svg" width="%.0f" height="%.0f"><style>
-.lab{{font:12px sans-serif}}.lab path{{fill:none;stroke-width:1.2}}svg.lab:root{{color:{INK};background:{GROUND}}}
+.lab{{font:12px sans-serif}}.lab path{{fill:none;stroke-width:1.2}}.lab rect{{shape-rendering:crispEdges}}
+svg.lab:root{{color:{INK};background:{GROUND}}}
 @media(prefers-color-scheme:dark){{svg.lab:root{{color:#e4e4e0;background:#1c1c1e}}}}</style><defs><marker id="lab-tip"
 viewBox="0 0 7 6" refX="7" refY="3" markerWidth="7" markerHeight="6" markerUnits="userSpaceOnUse" orient="auto"><polygon
 points="0,0 7,3 0,6" fill="currentColor"/></marker></defs>"""  # in a notebook its colours are those of the page

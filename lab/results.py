@@ -138,7 +138,8 @@ def losses(result: Result) -> str:
 
 
 def text(result: Result) -> str:
-    return "\n".join([*folded(result), summary(result)])
+    memory = result.watch("Memory")
+    return "\n".join([*folded(result), *[str(memory)] * bool(memory), summary(result)])
 
 
 def as_html(result: Result) -> str:
@@ -146,7 +147,8 @@ def as_html(result: Result) -> str:
     picture = f'<div style="overflow-x:auto">{svg(result)}</div>' if result.watch("Schedule") else ""
     lines = html.escape("\n".join(folded(result)))
     folds = f"<details><summary>messages</summary><pre>{lines}</pre></details>" if lines else ""
-    return f"{picture}<pre>{html.escape(summary(result))}</pre>{folds}"
+    memory = f"{result.watch('Memory') or ''}\n\n".lstrip()
+    return f"{picture}<pre>{html.escape(memory + summary(result))}</pre>{folds}"
 
 
 def compare(result: Result, unchanged: Result) -> str:
@@ -159,6 +161,8 @@ def compare(result: Result, unchanged: Result) -> str:
         pairs["actions"] = [[f"rank {action.rank}: {named(action)}" for action in sorted(
             each.watch("Schedule").actions, key=lambda action: (action.rank, action.start))]
             for each in (result, unchanged)]
+    if result.watch("Memory"):
+        pairs["memory"] = [str(each.watch("Memory")).splitlines() for each in (result, unchanged)]
     lines = []
     for noun, both in pairs.items():
         found = next((pair for pair in itertools.zip_longest(*both, fillvalue="none") if pair[0] != pair[1]), None)
