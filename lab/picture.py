@@ -58,7 +58,7 @@ def timed(actions, events) -> Timed:
         if event.kind != "receive":
             begins[event.number] = min(event.posted, begins.get(event.number, event.posted))
     marks = [(moment, action.rank, action) for action in passes for moment in (action.start, action.end)]
-    marks += [(moment, event.rank, event) for event in events if event.number >= 0 and begins[event.number] > first
+    marks += [(moment, event.rank, event) for event in events if event.number and begins[event.number] > first
               for moment in {event.posted, event.done}]
     marks.sort(key=lambda mark: mark[0])
     inside = {action: sum(rank == action.rank and action.start < moment < action.end for moment, rank, _ in marks)

@@ -83,7 +83,7 @@ class Line(NamedTuple):
 def messages(result: Result) -> list[Line]:
     schedule, found, starts = result.watch("Schedule"), {}, defaultdict(list)
     for event in result.world.events:
-        if event.kind != "receive" and event.number >= 0:
+        if event.kind != "receive" and event.number:
             found[event.number] = min(event, found.get(event.number, event), key=lambda each: each.posted)
     for action in sorted(schedule.actions if schedule else [], key=lambda action: action.start):
         starts[action.rank].append(action)
@@ -123,12 +123,11 @@ def folded(result: Result) -> Iterator[str]:
 
 
 def summary(result: Result) -> str:
-    kinds, sent = Counter(), Counter()  # messages and collectives, and bytes
-    for kind, number, _ in {(event.kind, event.number, 0) for event in result.world.events}:
-        kinds[kind] += number >= 0
-    for event in result.world.events:
-        sent[event.kind] += event.num_bytes
-    found = "; ".join(f"{kinds[kind]} {kind}, {sent[kind]:,} bytes" for kind in sent if kind != "receive" and kinds[kind])
+    events = [event for event in result.world.events if event.number and event.kind != "receive"]
+    counts, sizes = Counter(kind for kind, _ in {(event.kind, event.number) for event in events}), Counter()
+    for event in events:
+        sizes[event.kind] += event.num_bytes
+    found = "; ".join(f"{counts[kind]} {kind}, {size:,} bytes" for kind, size in sizes.items())
     return f"sent by all ranks: {found or 'nothing'}\n{losses(result)}"
 
 

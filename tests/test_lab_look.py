@@ -80,7 +80,7 @@ WARM_UP = "min(num_stages - stage - 1, num_microbatches)"
 
 @pytest.mark.parametrize("new, code, words", [
     ("min(num_stages - stage, num_microbatches)", 0, [
-        "no difference in losses", "first difference of messages:\n    changed    message 11: rank 0 -> rank 1",
+        "no difference in losses", "first difference of messages:\n    changed    message 12: rank 0 -> rank 1",
         "first difference of actions:\n    changed    rank 0: forward 4\n    unchanged  rank 0: backward 0"]),
     ("min(stage, num_microbatches)", 1, ["deadlock: no rank can go on.", "They wait in a circle: rank 0 -> rank 1"])])
 def test_edit_of_the_warm_up(new, code, words, capsys):
