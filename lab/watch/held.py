@@ -8,7 +8,7 @@ import contextlib
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
@@ -34,6 +34,12 @@ class Live(Held, TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         Held.__init__(self)
         self.params, self.backwards = [], 0
+
+    def start(self, optimizer: torch.optim.Optimizer) -> None:
+        """Training begins."""
+        self.params += [param for group in optimizer.param_groups for param in group["params"]]
+        self.default, self.phase = "activations", "between"
+        self.restart()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -83,6 +89,7 @@ class Memory(Watch):
             yield
             return
         zero_grad, backward, receive = torch.nn.Module.zero_grad, torch.autograd.backward, ranks.world.irecv
+        resize = torch.UntypedStorage.resize_
 
         def begin(module: torch.nn.Module, *args, **options) -> None:
             zero_grad(module, *args, **options)
@@ -113,7 +120,13 @@ class Memory(Watch):
             handle.finish = arrive
             return handle
 
+        def resize_storage(storage: torch.UntypedStorage, size: int):
+            resize(storage, size)
+            self._own.resized(storage)
+            return storage
+
         with (mock.patch.object(torch.nn.Module, "zero_grad", begin),
+              mock.patch.object(torch.UntypedStorage, "resize_", resize_storage),
               mock.patch.object(torch.autograd, "backward", run_backward),
               mock.patch.object(ranks.world, "irecv", irecv),
               hooked(register_optimizer_step_pre_hook(self.before_step),
@@ -130,11 +143,20 @@ class Memory(Watch):
         self._own.snapshot("after the step")
 
     def begin(self, modules, rank: int) -> None:
-        if "alone" == getattr(self, "kind", ""):
-            return
         live = self._live[rank] = Live()
-        wrap(modules.model, "init_weights", lambda _, model, *args: live.params.extend(model.parameters()))
-        wrap(modules.utils, "make_scheduler", lambda _, optimizer, *args: self.start(live, optimizer))
+        init_weights, make_scheduler = modules.model.init_weights, modules.utils.make_scheduler
+
+        def count_weights(model: torch.nn.Module, *args) -> None:
+            live.storages.clear()  # what is before, such as a tensor of the grid's ranks, does not count
+            live.held = Counter(dict.fromkeys(KINDS, 0))
+            init_weights(model, *args)
+            live.params.extend(model.parameters())
+
+        def start(optimizer: torch.optim.Optimizer, *args):
+            live.start(optimizer)
+            return make_scheduler(optimizer, *args)
+
+        modules.model.init_weights, modules.utils.make_scheduler = count_weights, start
         with contextlib.suppress(AttributeError):  # a step without buckets
             live.default, init = "weights", modules.data_parallel.Bucket.__init__
             modules.data_parallel.Bucket.__init__ = mock.patch.object(live, "default", "gradients")(init)
@@ -153,13 +175,6 @@ class Memory(Watch):
             modules.timeline.timeline.span = phase
         live.__enter__()
 
-    @staticmethod
-    def start(live: Live, optimizer: torch.optim.Optimizer) -> None:
-        """Training begins."""
-        live.params += [param for group in optimizer.param_groups for param in group["params"]]
-        live.default, live.phase = "activations", "between"
-        live.restart()
-
     def end(self, modules, rank: int) -> None:
         live = self._live.pop(rank)
         live.__exit__(None, None, None)
@@ -172,14 +187,3 @@ class Memory(Watch):
             numbers = [f"{found.get(kind, 0):,}" for kind in KINDS]
             rows.append(ROW.format(f"rank {rank}", *numbers, f"{sum(found.values()):,}", phase))
         return "\n".join(rows)
-
-
-def wrap(module: types.ModuleType, name: str, after: Callable) -> None:
-    """after(the result, arguments) is called after the module's function, where it has one of that name."""
-    if function := getattr(module, name, None):
-        def call(*args, **options):
-            result = function(*args, **options)
-            after(result, *args)
-            return result
-
-        setattr(module, name, call)

@@ -94,7 +94,8 @@ class CountedStore(dist.Store):
 class Held:
     """Bytes of storages by kind, of each from when it is noted until it is freed.
 
-    `held` now; `peak`, the most of all together, and in which phase; `most` of each kind by itself; `snapshots` by name.
+    `held` now; `peak`, the most of all together, and in which phase; `most` of each kind by itself; `snapshots` by name,
+    and `moments`, one after each phase: its name, and what is held then.
     """
 
     def __init__(self):
@@ -103,7 +104,7 @@ class Held:
         self.restart()
 
     def restart(self) -> None:
-        self.peak, self.peak_at, self.most, self.alive = Counter(), "", Counter(self.held), 0
+        self.peak, self.peak_at, self.most, self.alive, self.moments = Counter(), "", Counter(self.held), 0, []
 
     def note(self, tensor: torch.Tensor, category: str) -> None:
         storage = tensor.untyped_storage()
@@ -138,6 +139,22 @@ class Held:
 
     def snapshot(self, name: str) -> None:
         self.snapshots[name] = dict(self.held)
+
+    def kind_of(self, func, source: torch.Tensor | None) -> str:
+        """Of what an operation makes: the copy of a weight in another dtype is one, too."""
+        entry = func is aten._to_copy.default and self.storages.get(source.untyped_storage()._cdata)
+        return "weights" if self.default == "activations" and entry and entry[1] == "weights" else self.default
+
+    def begin(self, phase: str, microbatch: int | None = None, chunk: int | None = 0) -> None:
+        self.phase = phase if microbatch is None else f"{phase} {microbatch}"
+
+    def end(self, params: Sequence[torch.Tensor]) -> None:
+        """Of the phase. By now the gradients of `params` are known."""
+        for param in params:
+            if param.grad is not None:
+                self.label(param.grad, "gradients")
+        self.moments.append((self.phase, dict(self.held)))
+        self.phase = "between"
 
 
 class Count(Held, TorchDispatchMode):
@@ -189,10 +206,7 @@ class Count(Held, TorchDispatchMode):
             returns = func._schema.returns
             is_view = any(each.alias_info and not each.alias_info.is_write for each in returns)
             is_view = self.is_view[func] = is_view or "empty" in func.name() or "_unsafe_view" in func.name()
-        category = self.default
-        if func is aten._to_copy.default and self.default == "activations":
-            entry = self.storages.get(tensors[0].untyped_storage()._cdata)  # a copy of a weight in another dtype
-            category = "weights" if entry and entry[1] == "weights" else category
+        category = self.kind_of(func, tensors[0] if tensors else None)
         for each in made:
             self.note(each, category)
         if is_view or self.default != "activations":
@@ -209,16 +223,13 @@ class Count(Held, TorchDispatchMode):
     # Phases
 
     def begin(self, phase: str, microbatch: int | None = None, chunk: int | None = 0) -> None:
-        self.phase = phase if microbatch is None else f"{phase} {microbatch}"
+        super().begin(phase, microbatch, chunk)
         self.log.append(("begin", phase, microbatch, chunk or 0))
 
     def end(self, params: Sequence[torch.Tensor]) -> None:
         self.log.append(("end",))
         self.kept = max(self.kept, self.held["activations"] + self.held["messages"])
-        for param in params:
-            if param.grad is not None:
-                self.label(param.grad, "gradients")
-        self.phase = "between"
+        super().end(params)
 
 
 class Communication:
