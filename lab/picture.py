@@ -93,7 +93,7 @@ def shapes(result) -> tuple[list[tuple], float, float]:
     end = max(drawn.clocks.values(), default=1)
     inside = {event.number for event, _, taken in drawn.arrows for action, start, stop in drawn.bars
               if action.rank == event.rank and start < taken < stop}  # of an action itself: many, so they have no tips
-    unit, top = max(15, min(160 if inside else 60, 1000 / end)), [TOP + rank * ROW for rank in range(size)]
+    unit, top = max(15, min(160 if inside else 60, 1000 // end)), [TOP + rank * ROW for rank in range(size)]
     rows = [("rect", (LEFT, y, end * unit, BAR), COLOURS["bubble"], f"rank {rank} waits") for rank, y in enumerate(top)]
     texts = [("start", (8, y + BAR / 2), INK, f"rank {rank}") for rank, y in enumerate(top)]
     for action, start, stop in drawn.bars:
@@ -116,7 +116,7 @@ def shapes(result) -> tuple[list[tuple], float, float]:
                    | ({"collective": JOINT} if drawn.joints else {}))
     if memory := result.watch("Memory"):
         right = max(right, legend(rows, texts, height + 8, KINDS))
-        height = held(rows, texts, memory, drawn, height + 32, unit)
+        height, end = held(rows, texts, memory, drawn, height + 32, unit), end + 1
     return rows + texts, max(LEFT + end * unit, right) + 16, height
 
 
@@ -131,15 +131,19 @@ def legend(rows: list, texts: list, y: float, colours: dict[str, str]) -> float:
 
 
 def held(rows: list, texts: list, memory, drawn: Timed, y: float, unit: float) -> float:
-    """Adds the bytes that each rank holds, from the end of an action to that of the next. Returns where they end."""
-    most = max(sum(kinds.values()) for moments in memory.held.values() for _, kinds in moments) or 1
+    """Adds the bytes that each rank holds, from the end of an action to that of the next, and after the optimizer's.
+    Returns where they end."""
+    end, bytes_of = max(drawn.clocks.values()), {}
     for rank, moments in sorted(memory.held.items()):
-        ends = [0, *(stop for action, _, stop in drawn.bars if action.rank == rank), max(drawn.clocks.values())]
-        after = [kinds for phase, kinds in moments if phase.startswith(("forward", "backward", "weight gradients"))]
-        after.insert(0, memory.snapshots[rank].get("before the step", {}))
-        peak = max(sum(kinds.values()) for kinds in after)
-        texts += [("start", (8, y + 8), INK, f"rank {rank}"), ("start", (8, y + 22), INK, f"{peak / 1e6:.3g} MB")]
-        for start, stop, kinds in zip(ends, ends[1:], after):
+        passes = [kinds for phase, kinds in moments if phase.startswith(("forward", "backward", "weight gradients"))]
+        last = [kinds for phase, kinds in moments if phase == "optimizer"][-1:]
+        bytes_of[rank] = [memory.snapshots[rank].get("before the step", {}), *passes, *last]
+    most = max(sum(kinds.values()) for moments in bytes_of.values() for kinds in moments) or 1
+    for rank, moments in bytes_of.items():
+        ends = [0, *(stop for action, _, stop in drawn.bars if action.rank == rank), end, end + 1]
+        peak = f"{sum(memory.peak[rank][1].values()) / 1e6:.3g} MB"  # which may be within an action
+        texts += [("start", (8, y + 8), INK, f"rank {rank}"), ("start", (8, y + 22), INK, peak)]
+        for start, stop, kinds in zip(ends, ends[1:], moments):
             bottom = y + BAR + 8
             for kind in KINDS:
                 size = kinds.get(kind, 0) / most * (BAR + 8)

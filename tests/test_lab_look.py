@@ -64,6 +64,15 @@ def test_picture_of_one_forward_one_backward(tmp_path):
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_bytes_below_the_picture(tmp_path):
+    result = look(7, TWO + "--pp_size 2", watch=["schedule", "memory"])
+    result.picture(tmp_path / "a.svg")
+    found = [title for title in titles((tmp_path / "a.svg").read_text(), "rect") if title.endswith("of weights")]
+    held = result.watch("Memory").held
+    assert len(found) == 2 * (1 + 4 + 1) and f"rank 1: {held[1][0][1]['weights']:,} bytes of weights" in found
+    assert "at most, in" in str(result)
+
+
 def test_messages_in_words(capsys):
     assert main(["8", *PP4.split()]) == 0
     printed = capsys.readouterr().out
