@@ -113,7 +113,7 @@ def named(action) -> str:
 
 def folded(result: Result) -> Iterator[str]:
     """A line for each message; of those that follow each other in the same action, one for equal ones."""
-    for _, group in itertools.groupby(messages(result) if result.watch("Messages") else (), lambda line: line.when):
+    for _, group in itertools.groupby(messages(result) if result.watch("Messages") else (), lambda line: line.when or line.what):
         counts: dict[str, list[Line]] = defaultdict(list)
         for each in group:
             counts[each.what].append(each)
