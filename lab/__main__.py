@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         if kind == "Violation":
             say(str(error))
             return 1
-        if kind != "UserError" and (not isinstance(error, (ValueError, SyntaxError)) or hasattr(error, "rank")):
+        if kind != "UserError" and (not isinstance(error, (ValueError, SyntaxError, ImportError)) or hasattr(error, "rank")):
             raise  # a fault of the program, or of an edit of it: with its traceback
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -137,7 +137,7 @@ def held(rows: list, texts: list, memory, drawn: Timed, y: float, unit: float) -
     for rank, moments in sorted(memory.held.items()):
         passes = [kinds for phase, kinds in moments if phase.startswith(("forward", "backward", "weight gradients"))]
         last = [kinds for phase, kinds in moments if phase == "optimizer"][-1:]
-        bytes_of[rank] = [memory.snapshots[rank].get("before the step", {}), *passes, *last]
+        bytes_of[rank] = [{**passes[0], "activations": 0, "messages": 0}, *passes, *last]
     most = max(sum(kinds.values()) for moments in bytes_of.values() for kinds in moments) or 1
     for rank, moments in bytes_of.items():
         ends = [0, *(stop for action, _, stop in drawn.bars if action.rank == rank), end, end + 1]
