@@ -56,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
         if kind == "Violation":
             say(str(error))
             return 1
-        if kind != "UserError" and (not isinstance(error, (ValueError, SyntaxError, ImportError)) or hasattr(error, "rank")):
+        users = isinstance(error, (ValueError, SyntaxError, ImportError)) and not hasattr(error, "rank")
+        if kind != "UserError" and not users:
             raise  # a fault of the program, or of an edit of it: with its traceback
         print(f"error: {error}", file=sys.stderr)
         return 2

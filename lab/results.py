@@ -14,7 +14,6 @@ import shlex
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -36,6 +35,8 @@ def look(step: int | str, flags: str | Sequence = (), edits: Sequence[Edit] = ()
     """
     if str(step) == "1":
         raise ValueError("step 1 trains in one process, without messages: choose a step from 2 on")
+    if str(step) == "2" and "memory" in watch:
+        raise ValueError("memory watches what trains on samples: choose a step from 3 on")
     known = [name for name in NAMES if name.title() in lab.MODULES]
     if unknown := [name for name in watch if name not in known]:
         raise ValueError(f"there is no watch {unknown[0]!r}: choose from {', '.join(known)}")
@@ -72,22 +73,15 @@ def one_step(program: Program) -> tuple[Program, int, str]:
         f"{args.micro_batch_size} x {args.seq_len} tokens, {args.dtype}")
 
 
-class Line(NamedTuple):
-    """A message, or a collective of all its ranks, in words."""
-
-    number: int
-    what: str
-    when: str
-
-
-def messages(result: Result) -> list[Line]:
-    schedule, found, starts = result.watch("Schedule"), {}, defaultdict(list)
+def messages(result: Result) -> list[tuple[int, str, str]]:
+    """Of each message, and of each collective once for all of its ranks: its number, what it is, and when it begins."""
+    schedule, found, actions = result.watch("Schedule"), {}, defaultdict(list)
     for event in result.world.events:
         if event.kind != "receive" and event.number:
             found[event.number] = min(event, found.get(event.number, event), key=lambda each: each.posted)
     for action in sorted(schedule.actions if schedule else [], key=lambda action: action.start):
-        starts[action.rank].append(action)
-    return [Line(number, what(event, result.world.size), when(event, starts[event.rank]))
+        actions[action.rank].append(action)
+    return [(number, what(event, result.world.size), when(event, actions[event.rank]))
             for number, event in sorted(found.items())]
 
 
@@ -113,13 +107,13 @@ def named(action) -> str:
 
 def folded(result: Result) -> Iterator[str]:
     """A line for each message; of those that follow each other in the same action, one for equal ones."""
-    for _, group in itertools.groupby(messages(result) if result.watch("Messages") else (), lambda line: line.when or line.what):
-        counts: dict[str, list[Line]] = defaultdict(list)
-        for each in group:
-            counts[each.what].append(each)
-        for equal in counts.values():
-            number, *words = equal[0]
-            yield f"{number:5}  {', '.join(filter(None, words))}" + f"  ({len(equal)} times)" * (len(equal) > 1)
+    lines = messages(result) if result.watch("Messages") else []
+    for _, group in itertools.groupby(lines, lambda line: line[2] or line[1]):
+        equal = defaultdict(list)
+        for number, *words in group:
+            equal[", ".join(filter(None, words))].append(number)
+        for words, numbers in equal.items():
+            yield f"{numbers[0]:5}  {words}" + f"  ({len(numbers)} times)" * (len(numbers) > 1)
 
 
 def summary(result: Result) -> str:
@@ -136,9 +130,13 @@ def losses(result: Result) -> str:
                      for row in result.rows)
 
 
-def text(result: Result) -> str:
+def tables(result: Result) -> str:
     memory = result.watch("Memory")
-    return "\n".join([*folded(result), *[str(memory)] * bool(memory), summary(result)])
+    return f"{memory}\n{summary(result)}" if memory else summary(result)
+
+
+def text(result: Result) -> str:
+    return "\n".join([*folded(result), tables(result)])
 
 
 def as_html(result: Result) -> str:
@@ -146,29 +144,32 @@ def as_html(result: Result) -> str:
     picture = f'<div style="overflow-x:auto">{svg(result)}</div>' if result.watch("Schedule") else ""
     lines = html.escape("\n".join(folded(result)))
     folds = f"<details><summary>messages</summary><pre>{lines}</pre></details>" if lines else ""
-    memory = f"{result.watch('Memory') or ''}\n\n".lstrip()
-    return f"{picture}<pre>{html.escape(memory + summary(result))}</pre>{folds}"
+    return f"{picture}<pre>{html.escape(tables(result))}</pre>{folds}"
+
+
+def findings(result: Result) -> dict[str, list[str]]:
+    """What was watched, in lines."""
+    found = {"losses": losses(result).splitlines()}
+    if result.watch("Messages"):
+        found["messages"] = [f"message {number}: {', '.join(words)}" for number, *words in messages(result)]
+    if schedule := result.watch("Schedule"):
+        actions = sorted(schedule.actions, key=lambda action: (action.rank, action.start))
+        found["actions"] = [f"rank {action.rank}: {named(action)}" for action in actions]
+    if memory := result.watch("Memory"):
+        found["memory"] = str(memory).splitlines()
+    return found
 
 
 def compare(result: Result, unchanged: Result) -> str:
     """The first difference of each kind of findings."""
-    pairs = {"losses": [losses(each).splitlines() for each in (result, unchanged)]}
-    if result.watch("Messages"):
-        pairs["messages"] = [[f"message {number}: {', '.join(words)}" for number, *words in messages(each)]
-                             for each in (result, unchanged)]
-    if result.watch("Schedule"):
-        pairs["actions"] = [[f"rank {action.rank}: {named(action)}" for action in sorted(
-            each.watch("Schedule").actions, key=lambda action: (action.rank, action.start))]
-            for each in (result, unchanged)]
-    if result.watch("Memory"):
-        pairs["memory"] = [str(each.watch("Memory")).splitlines() for each in (result, unchanged)]
-    lines = []
-    for noun, both in pairs.items():
-        found = next((pair for pair in itertools.zip_longest(*both, fillvalue="none") if pair[0] != pair[1]), None)
-        lines.append(f"first difference of {noun}:\n    changed    {found[0]}\n    unchanged  {found[1]}" if found else
+    lines, ours, theirs = [], findings(result), findings(unchanged)
+    for noun in [noun for noun in ours if noun in theirs]:
+        pairs = itertools.zip_longest(ours[noun], theirs[noun], fillvalue="none")
+        found = next((pair for pair in pairs if pair[0] != pair[1]), None)
+        lines.append("first difference of {}:\n    changed    {}\n    unchanged  {}".format(noun, *found) if found else
                      f"no difference in {noun}")
-    if result.watch("Numbers"):
-        lines.append(differing(result.watch("Numbers"), unchanged.watch("Numbers")))
+    if (numbers := result.watch("Numbers")) and (others := unchanged.watch("Numbers")):
+        lines.append(differing(numbers, others))
     return "\n".join(lines)
 
 
