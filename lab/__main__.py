@@ -65,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def show(args: argparse.Namespace, program: Program) -> int:
     """Runs the step, and before it the unchanged one if there are edits, and prints what was watched."""
-    from lab.results import look, summary  # and with them torch, which takes seconds
+    from lab.one_step import look  # and with it torch, which takes seconds
+    from lab.results import summary
 
     unchanged = None
     if program.edits:

@@ -1,76 +1,51 @@
-"""A look at one optimizer step of a program, in words, and where two such results differ.
+"""What a run leaves, in words and in a picture, and where two runs differ."""
 
-    result = look("8", "--pp_size 4 --gradient_accumulation_steps 8")
-    print(result)  # the messages in their order, and the loss; a notebook shows the picture, too
-    result.picture("step8.svg")
-    print(look("8", "--pp_size 4", edits=[Edit("train.py", old, new)]).beside(look("8", "--pp_size 4")))
-"""
-
-import argparse
 import html
 import itertools
 import pathlib
-import shlex
-import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from unittest import mock
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
-import lab
-from lab.picture import svg
-from lab.program import Edit, Program
-from lab.ranks import SMALL, Result, check, run, threads
+from lab.picture import save, svg
+from lab.program import StepModules
+from lab.thread_ranks import World
+from lab.watch import Watch
 
-NAMES = ("messages", "schedule", "memory", "numbers", "types", "waits")
 WORDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
-def look(step: int | str, flags: str | Sequence = (), edits: Sequence[Edit] = (),
-         watch: Sequence[str] = ("messages", "schedule"), say: Callable[[str], None] = lambda text: None) -> Result:
-    """One optimizer step of a step of the course on ranks of this process. say() is told what runs, before it does.
+class Result(NamedTuple):
+    """Printed, it is the messages in their order, sums, and the loss; a notebook shows the picture, too."""
 
-    Raises ValueError for what can't be looked at, and else what run() raises.
-    """
-    if str(step) == "1":
-        raise ValueError("step 1 trains in one process, without messages: choose a step from 2 on")
-    if str(step) == "2" and "memory" in watch:
-        raise ValueError("memory watches what trains on samples: choose a step from 3 on")
-    known = [name for name in NAMES if name.title() in lab.MODULES]
-    if unknown := [name for name in watch if name not in known]:
-        raise ValueError(f"there is no watch {unknown[0]!r}: choose from {', '.join(known)}")
-    watches = [getattr(lab, name.title())() for name in dict.fromkeys(watch)]
-    program, size, words = one_step(Program(step, shlex.split(flags) if isinstance(flags, str) else flags, edits))
-    check(ranks := threads(size), watches)
-    say(words)
-    return run(program, ranks, watches)
+    rows: list[dict]  # metrics.jsonl: one for each optimizer step
+    modules: list[StepModules]  # by rank
+    world: World | None
+    watches: list[Watch]
 
+    def watch(self, name: str) -> Watch | None:
+        """The watch of this class, None where it was not installed."""
+        return next((watch for watch in self.watches if type(watch).__name__ == name), None)
 
-def one_step(program: Program) -> tuple[Program, int, str]:
-    """The program with the flags of a single optimizer step, or of as many as its idea needs; its number of ranks; and
-    both in words. Raises the step's UserError for flags that it refuses."""
-    with mock.patch.object(sys, "argv", ["train.py", *SMALL, *program.flags]):
-        train = program.load().train
-        args = train.parse_args(*[train.__doc__] * (program.step == "9"))
-    if getattr(args, "profile_batch", 0):
-        raise ValueError("--profile_batch measures time, which means nothing for ranks that take turns: leave it out")
-    pipelines = getattr(args, "pipelines", None) or [[1] * args.pp_size] * args.dp_size
-    size = args.tp_size * sum(map(len, pipelines)) * getattr(args, "cp_size", 1)
-    steps, replicas = getattr(args, "local_steps", 0) or 1, 1 if program.step == "2" else args.dp_size
-    micro_batches = getattr(args, "num_microbatches", None) or getattr(args, "gradient_accumulation_steps", 1)
-    words = f"{steps} optimizer steps, as replicas exchange after so many" if steps > 1 else "one optimizer step"
-    if any(word.partition("=")[0] in ("--max_tokens", "--steps") for word in program.flags):
-        words = "optimizer steps as the flags say"
-    elif program.step == "9":
-        program = program.with_flags([*program.flags, "--steps", steps])
-    else:
-        tokens = steps * replicas * micro_batches * args.micro_batch_size * args.seq_len
-        program = program.with_flags([*program.flags, "--max_tokens", tokens])
-    return program, size, (
-        f"{size} rank{'s' * (size > 1)}, {words}: {args.num_hidden_layers} layers of "
-        f"{pathlib.Path(args.model_name).name}, micro-batches: {str(micro_batches).strip('[]')} of "
-        f"{args.micro_batch_size} x {args.seq_len} tokens, {args.dtype}")
+    def picture(self, path: str | pathlib.Path) -> None:
+        """Draws what a Schedule has watched, and below it what a Memory has, as .svg or .png."""
+        save(self, path)
+
+    def beside(self, unchanged: "Result") -> str:
+        """The first differences from the result of the unchanged program."""
+        return compare(self, unchanged)
+
+    def __str__(self) -> str:
+        return "\n".join([*folded(self), tables(self)])
+
+    def _repr_html_(self) -> str:
+        """In the colours of a notebook, whether these are light or dark."""
+        drawing = f'<div style="overflow-x:auto">{svg(self)}</div>' if self.watch("Schedule") else ""
+        lines = html.escape("\n".join(folded(self)))
+        folds = f"<details><summary>messages</summary><pre>{lines}</pre></details>" if lines else ""
+        return f"{drawing}<pre>{html.escape(tables(self))}</pre>{folds}"
 
 
 def messages(result: Result) -> list[tuple[int, str, str]]:
@@ -117,6 +92,8 @@ def folded(result: Result) -> Iterator[str]:
 
 
 def summary(result: Result) -> str:
+    if result.world is None:  # processes keep no log of messages
+        return losses(result)
     events = [event for event in result.world.events if event.number and event.kind != "receive"]
     counts, sizes = Counter(kind for kind, _ in {(event.kind, event.number) for event in events}), Counter()
     for event in events:
@@ -133,18 +110,6 @@ def losses(result: Result) -> str:
 def tables(result: Result) -> str:
     memory = result.watch("Memory")
     return f"{memory}\n{summary(result)}" if memory else summary(result)
-
-
-def text(result: Result) -> str:
-    return "\n".join([*folded(result), tables(result)])
-
-
-def as_html(result: Result) -> str:
-    """For a notebook, in its colours, whether these are light or dark."""
-    picture = f'<div style="overflow-x:auto">{svg(result)}</div>' if result.watch("Schedule") else ""
-    lines = html.escape("\n".join(folded(result)))
-    folds = f"<details><summary>messages</summary><pre>{lines}</pre></details>" if lines else ""
-    return f"{picture}<pre>{html.escape(tables(result))}</pre>{folds}"
 
 
 def findings(result: Result) -> dict[str, list[str]]:
