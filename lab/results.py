@@ -114,7 +114,7 @@ def tables(result: Result) -> str:
 
 def findings(result: Result) -> dict[str, list[str]]:
     """What was watched, in lines."""
-    found = {"losses": losses(result).splitlines()}
+    found = {"losses": [f"step {row['step']}: {row['loss']!r}" for row in result.rows]}  # in all digits
     if result.watch("Messages"):
         found["messages"] = [f"message {number}: {', '.join(words)}" for number, *words in messages(result)]
     if schedule := result.watch("Schedule"):

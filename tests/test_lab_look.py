@@ -105,6 +105,8 @@ def test_first_numbers_that_differ():
     difference = look(6, TWO, [edit], watch).beside(look(6, TWO, watch=watch))
     assert difference.startswith("no difference in losses\nfirst difference of numbers: gradients of ")
     assert "on rank 0 in update 1, by up to" in difference
+    tiny = Edit("train.py", "loss = train_step(model, data_loader)", "loss = train_step(model, data_loader) + 1e-12")
+    assert "first difference of losses:\n    changed    step 1: 7.29" in look(6, TWO, [tiny]).beside(look(6, TWO))
     assert look(6, TWO, watch=watch).beside(look(6, TWO, watch=watch)).endswith("no difference in numbers")
 
 
