@@ -13,6 +13,7 @@ import pytest
 from lab.launch import ROOT, STEPS, environment, modules_of
 from lab.program import Program
 from lab.ranks import processes, run, threads
+from lab.watch.held import Memory
 from lab.watch.kept import Allocated
 from lab.watch.messages import LOGGED, Messages
 
@@ -96,6 +97,24 @@ def test_memory_is_that_of_a_real_run(step, ranks, flags):
                for grown, of_kind in kinds.items()):
             return
     raise AssertionError((kinds, real.grown))
+
+
+@cases("tensor", "chunks, backward in two parts", "ZeRO 2")
+def test_memory_by_kind_is_that_of_ranks_in_this_process(step, ranks, flags):
+    """After each phase, in every byte. There, averages come with the first optimizer step, and count as such not only
+    where they are AdamW's."""
+    flags = [*SHORT, *flags.split()]
+    program = Program(step, [*flags, "--max_tokens", tokens(16, step, ranks, flags)])
+    [memory] = run(program, threads(ranks), [Memory()]).watches
+    for rank in {0, ranks - 1}:
+        count = dry(step, ranks, rank, flags).count
+        if 5 < step < 18:  # it has a timeline, and the dry run's is the first step
+            phases = [(name, held | {"optimizer": 0}) for name, held in count.moments
+                      if name not in ("gradient norm", "optimizer")]
+            assert phases and phases == memory.held[rank][: len(phases)], rank
+        for kind in ("weights", "gradients", "optimizer") if step < 17 else ("weights",):
+            assert count.snapshots["after the step"][kind] == memory.snapshots[rank]["after the step"][kind], kind
+    assert f"rank {ranks - 1} " in str(memory)
 
 
 def test_weights_gradients_averages_and_operations_are_exact():

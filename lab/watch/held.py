@@ -1,7 +1,6 @@
 """Bytes that ranks hold, by kind: weights, gradients, the optimizer's averages, activations, messages; at every moment.
 
-On ranks of this process, operations compute with real tensors: what each one makes is counted from then until it is
-freed. What an operation allocates and frees within itself is not seen. On ranks without numbers the count is theirs.
+What an operation makes is counted from then until it is freed. What it allocates and frees within itself is not seen.
 """
 
 import contextlib
@@ -85,11 +84,9 @@ class Memory(Watch):
 
     @contextlib.contextmanager
     def around(self, ranks) -> Iterator[None]:
-        if ranks.kind == "alone":  # it counts already
-            yield
-            return
-        zero_grad, backward, receive = torch.nn.Module.zero_grad, torch.autograd.backward, ranks.world.irecv
-        resize = torch.UntypedStorage.resize_
+        zero_grad, backward, resize = torch.nn.Module.zero_grad, torch.autograd.backward, torch.UntypedStorage.resize_
+        of_messages = ranks.world if ranks.kind == "threads" else dist
+        receive = of_messages.irecv
 
         def begin(module: torch.nn.Module, *args, **options) -> None:
             zero_grad(module, *args, **options)
@@ -108,17 +105,11 @@ class Memory(Watch):
             live.end(live.params)
             live.backwards += 1
 
-        def irecv(tensor: torch.Tensor, *args, **options):
+        def irecv(tensor: torch.Tensor, *args, **options) -> types.SimpleNamespace:
             live, handle = self._own, receive(tensor, *args, **options)
             live.label(tensor, "messages", "activations")
-            finish = handle.finish
-
-            def arrive() -> None:
-                finish()
-                live.label(tensor, "activations", "messages")
-
-            handle.finish = arrive
-            return handle
+            return types.SimpleNamespace(wait=lambda: handle.wait() and live.label(tensor, "activations", "messages"),
+                                         is_completed=handle.is_completed)
 
         def resize_storage(storage: torch.UntypedStorage, size: int):
             resize(storage, size)
@@ -128,7 +119,7 @@ class Memory(Watch):
         with (mock.patch.object(torch.nn.Module, "zero_grad", begin),
               mock.patch.object(torch.UntypedStorage, "resize_", resize_storage),
               mock.patch.object(torch.autograd, "backward", run_backward),
-              mock.patch.object(ranks.world, "irecv", irecv),
+              mock.patch.object(of_messages, "irecv", irecv),
               hooked(register_optimizer_step_pre_hook(self.before_step),
                      register_optimizer_step_post_hook(self.after_step))):
             yield
