@@ -1,6 +1,6 @@
-"""One rank of a step's train.py, without numbers and without the other ranks.
+"""What one rank of a step holds and sends, without numbers and without the other ranks.
 
-run_rank() runs the step's own main() for one optimizer step. What differs from a real run:
+run_rank() (dry_run.py) runs the step's own main() for one optimizer step. What differs from a real run:
 
     tensors      have shapes, but no numbers (torch's FakeTensorMode): of an operation only the sizes are computed
     ranks        torch's "fake" process group says how many there are. A message is noted, and done at once
@@ -69,26 +69,6 @@ class NormOfCuda(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight, _ = ctx.saved_tensors
         return grad * x, torch.empty_like(weight)
-
-
-class CountedStore(dist.Store):
-    """Stands for the store of torchrun, to which all other ranks have come before, with the same flags."""
-
-    def __init__(self):
-        super().__init__()
-        self.operations, self.values = 0, {"flags": "{}", "difference": ""}
-
-    def set(self, key: str, value: str) -> None:
-        self.operations += 1
-        self.values[key] = value
-
-    def get(self, key: str) -> bytes:
-        self.operations += 1
-        return self.values[key].encode()
-
-    def add(self, key: str, amount: int) -> int:
-        self.operations += 1
-        return 0  # another rank is the last one
 
 
 class Held:
@@ -292,15 +272,8 @@ class Communication:
     def recv(self, *args, **kwargs) -> None:
         self.irecv(*args, **kwargs).wait()
 
-    def patches(self, backend: Callable) -> dict:
+    def patches(self) -> dict:
         names = ("all_reduce", "all_gather", "broadcast", "all_to_all_single", "isend", "irecv", "send", "recv")
         return {**{name: getattr(self, name) for name in names},
                 **{name: self.reduce_scatter_single for name in ("reduce_scatter_single", "reduce_scatter_tensor")},
-                **{name: self.all_gather_single for name in ("all_gather_single", "all_gather_into_tensor")},
-                "P2POp": lambda op, tensor, peer=None, group=None, tag=0, group_peer=None: (
-                    lambda: op(tensor, peer, group, tag, group_peer)),
-                "batch_isend_irecv": lambda operations: [operation() for operation in operations],
-                "barrier": lambda *args, **kwargs: None, "monitored_barrier": lambda *args, **kwargs: None,
-                "get_backend": backend,
-                "all_gather_object": lambda objects, value, group=None: objects.__setitem__(
-                    slice(None), [value] * len(objects))}
+                **{name: self.all_gather_single for name in ("all_gather_single", "all_gather_into_tensor")}}
