@@ -23,10 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lab.alone import EndOfStep, Rank, alone
 from lab.program import Program, StepModules
 from lab.ranks import RandomSamples, run
-from lab.watch import Watch
+from lab.watch.held import Phases
 from lab.watch.memory import Communication, Count, NormOfCuda
-
-PHASES = ("forward", "backward", "weight gradients", "gradient norm", "optimizer")
 
 
 class Zeros(RandomSamples):
@@ -34,7 +32,7 @@ class Zeros(RandomSamples):
         return torch.zeros(self.seq_len + 1, dtype=torch.int64)
 
 
-class DryRun(Rank, Watch):
+class DryRun(Rank, Phases):
     """Counts one optimizer step of a rank that is alone, and takes its numbers away. `agree`(a number of this rank) is
     the largest of all ranks.
 
@@ -47,14 +45,15 @@ class DryRun(Rank, Watch):
              "waits": "without numbers, nobody waits for them"}
 
     def __init__(self, seconds_of: Callable = lambda *_: 0.0, is_gpu: bool = False, agree: Callable | None = None):
-        self.count, self.agree, self.params, self.optimizers = Count(seconds_of, is_gpu), agree, [], []
+        super().__init__()
+        self.count, self.agree, self.optimizers = Count(seconds_of, is_gpu), agree, []
         self.schedule, self.steps_left = None, 1
 
     @contextlib.contextmanager
     def around(self, ranks) -> Iterator[None]:
-        self.store = ranks.store
+        self.store, self._counts[ranks.rank] = ranks.store, self.count
         with (mock.patch.multiple(dist, **Communication(self.count, self.axis_of, self.agree).patches()),
-              without_devices(self.count), without_timeline(self), self.count):
+              without_devices(self.count), super().around(ranks), self.count):
             yield
 
     @property
@@ -72,17 +71,12 @@ class DryRun(Rank, Watch):
         return "all"
 
     def begin(self, modules: StepModules, rank: int) -> None:
+        super().begin(modules, rank)
         self.modules = modules
         modules.utils.choose_device, modules.utils.make_scheduler = self.choose_device, self.make_scheduler
         modules.model.init_weights, modules.dataloader.load_samples = self.init_weights, self.load_samples
         modules.metrics.RunLogger.log = lambda logger, *args, **more: self.end_step()
         self.wrap(modules.utils, "load_config", lambda config: setattr(self, "config", config))
-        with contextlib.suppress(AttributeError):
-            as_gradients = mock.patch.object(self.count, "default", "gradients")
-            modules.data_parallel.Bucket.__init__ = as_gradients(modules.data_parallel.Bucket.__init__)
-        with contextlib.suppress(AttributeError):
-            timeline = modules.timeline.timeline
-            timeline.span, timeline.background = self.span, lambda handle, *args: handle
         with contextlib.suppress(AttributeError):
             run = modules.pipeline_parallel.run_schedule
             modules.pipeline_parallel.run_schedule = lambda schedule, *args: run(
@@ -135,8 +129,8 @@ class DryRun(Rank, Watch):
             own.register_post_accumulate_grad_hook(lambda param: self.count.label(param.grad, "gradients"))
             setattr(model.get_submodule(module), key, own)
         model.tie_weights()
-        self.params = list(model.parameters())
-        self.parameters = sum(param.numel() for param in self.params)
+        self.count.params = list(model.parameters())
+        self.parameters = sum(param.numel() for param in self.count.params)
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer, *args):
         """Its averages are made now. Counting begins."""
@@ -150,32 +144,17 @@ class DryRun(Rank, Watch):
             optimizer.step()
             for param in params:
                 param.grad = None
-            self.params += params
+            self.count.params += params
         self.optimizers.append(optimizer)
-        self.start()
+        self.count.start()
         return types.SimpleNamespace(get_last_lr=lambda: [0.0], step=lambda: None)
-
-    def start(self) -> None:
-        self.count.restart()
-        self.count.default, self.count.phase = "activations", "between"
 
     def end_step(self) -> None:
         self.count.snapshot("after the step")
         self.steps_left -= 1
         if self.steps_left == 0:
             raise EndOfStep
-        self.start()
-
-    @contextlib.contextmanager
-    def span(self, kind: str, microbatch: int | None = None, chunk: int = 0):
-        if kind not in PHASES:
-            yield
-            return
-        if kind == "gradient norm":
-            self.count.snapshot("after backward")
-        self.count.begin(kind, microbatch, chunk)
-        yield
-        self.count.end(self.params)
+        self.count.start()
 
     def note_schedule(self, schedule: Callable) -> Callable:
         def actions(*sizes: int) -> list:
@@ -200,43 +179,18 @@ def prepare_model(flags: list[str], folder: str, presets: dict) -> list[str]:
 @contextlib.contextmanager
 def without_devices(count: Count) -> Iterator[None]:
     """Inside of the block there is no device but the CPU, whatever tensors say of themselves."""
-    norm, move, move_module, make, resize = (
-        F.rms_norm, torch.Tensor.to, torch.nn.Module.to, torch.tensor, torch.UntypedStorage.resize_)
-
-    def resize_storage(storage: torch.UntypedStorage, size: int):
-        result = resize(storage, size)
-        count.resized(storage)
-        return result
+    norm, move, move_module, make = F.rms_norm, torch.Tensor.to, torch.nn.Module.to, torch.tensor
 
     def rms_norm(x, shape, weight=None, eps=None):
         return NormOfCuda.apply(x, weight) if count.is_gpu else norm(x, shape, weight, eps)
 
-    with (mock.patch.object(torch.UntypedStorage, "resize_", resize_storage),
-          mock.patch.object(F, "rms_norm", rms_norm), mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
+    with (mock.patch.object(F, "rms_norm", rms_norm), mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
           mock.patch.object(torch, "tensor", lambda data, device=None, **options: make(data, **options)),
           mock.patch.object(torch.Tensor, "to", lambda tensor, *args, **options: move(
               tensor, *("cpu" if each == "cuda" else each for each in args), **options)),
           mock.patch.object(torch.nn.Module, "to", lambda module, *args, **options: (
               module if count.is_fake else move_module(module, *args, **options))),
           mock.patch.object(FakeTensor, "is_cuda", property(lambda tensor: count.is_gpu), create=True)):
-        yield
-
-
-@contextlib.contextmanager
-def without_timeline(dry: DryRun) -> Iterator[None]:
-    """Inside of the block a backward is a phase also where a step has no timeline (4 and 5). zero_grad() begins all."""
-    backward, zero_grad = torch.autograd.backward, torch.nn.Module.zero_grad
-
-    def begin(module: torch.nn.Module, *args, **options) -> None:
-        zero_grad(module, *args, **options)
-        dry.count.snapshot("before the step")
-
-    def run_backward(*args, **kwargs):
-        with dry.span("backward") if dry.count.phase == "between" else contextlib.nullcontext():
-            return backward(*args, **kwargs)
-
-    with (mock.patch.object(torch.autograd, "backward", run_backward),
-          mock.patch.object(torch.nn.Module, "zero_grad", begin)):
         yield
 
 

@@ -13,7 +13,7 @@ Count notes each storage once, from the operation that makes it until it is free
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -75,11 +75,11 @@ class Held:
     """Bytes of storages by kind, of each from when it is noted until it is freed.
 
     `held` now; `peak`, the most of all together, and in which phase; `most` of each kind by itself; `snapshots` by name,
-    and `moments`, one after each phase: its name, and what is held then.
+    and `moments`, one after each phase: its name, and what is held then. Gradients are those of `params`.
     """
 
     def __init__(self):
-        self.default, self.phase, self.storages = "weights", "weights", {}
+        self.default, self.phase, self.storages, self.params = "weights", "weights", {}, []
         self.held, self.snapshots = Counter(dict.fromkeys(KINDS, 0)), {}
         self.restart()
 
@@ -128,13 +128,20 @@ class Held:
     def begin(self, phase: str, microbatch: int | None = None, chunk: int | None = 0) -> None:
         self.phase = phase if microbatch is None else f"{phase} {microbatch}"
 
-    def end(self, params: Sequence[torch.Tensor]) -> None:
-        """Of the phase. By now the gradients of `params` are known."""
-        for param in params:
+    def end(self) -> None:
+        for param in self.params:
             if param.grad is not None:
                 self.label(param.grad, "gradients")
-        self.moments.append((self.phase, dict(self.held)))
+        self.moment(self.phase)
         self.phase = "between"
+
+    def moment(self, name: str) -> None:
+        self.moments.append((name, dict(self.held)))
+
+    def start(self) -> None:
+        """Training begins, or a further step that counts."""
+        self.restart()
+        self.default, self.phase = "activations", "between"
 
 
 class Count(Held, TorchDispatchMode):
@@ -206,10 +213,10 @@ class Count(Held, TorchDispatchMode):
         super().begin(phase, microbatch, chunk)
         self.log.append(("begin", phase, microbatch, chunk or 0))
 
-    def end(self, params: Sequence[torch.Tensor]) -> None:
+    def end(self) -> None:
         self.log.append(("end",))
         self.kept = max(self.kept, self.held["activations"] + self.held["messages"])
-        super().end(params)
+        super().end()
 
 
 class Communication:
