@@ -12,9 +12,10 @@ that take turns. What watches is installed before, and holds its findings after 
 import importlib
 
 MODULES = {  # public name -> its module, which is imported when the name is first used: most of them import torch
-    "Allocated": "watch.kept", "Edit": "program", "Kept": "watch.kept", "Memory": "watch.held", "Messages": "watch.messages",
-    "Numbers": "watch.numbers", "Program": "program", "Result": "ranks", "SameNumbers": "watch.numbers",
-    "WholeNumbers": "watch.numbers", "processes": "ranks", "run": "ranks", "threads": "ranks"}
+    "Allocated": "watch.kept", "Edit": "program", "Kept": "watch.kept", "Memory": "watch.held",
+    "Messages": "watch.messages", "Numbers": "watch.numbers", "Program": "program", "Result": "ranks",
+    "SameNumbers": "watch.numbers", "WholeNumbers": "watch.numbers", "processes": "ranks", "run": "ranks",
+    "threads": "ranks"}
 __all__ = [*MODULES]
 
 

@@ -120,8 +120,8 @@ def is_copy(frame: types.FrameType) -> bool:
 
 class Memory(Phases):
     """`held[rank]`: after each phase, such as "forward 3", its name and {kind: bytes}. `peak[rank]`: the most of all
-    together, and in which phase. `snapshots[rank]`: in the last optimizer step, "before the step", "after backward" (with
-    a timeline), and "after the step". A rank's averages are there from its first step on."""
+    together, and in which phase. `snapshots[rank]`: of the last optimizer step, "before the step", "after backward"
+    (with a timeline), and "after the step". A rank's averages are there from its first step on."""
 
     places = ("threads", "alone")
 

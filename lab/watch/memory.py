@@ -74,8 +74,8 @@ class NormOfCuda(torch.autograd.Function):
 class Held:
     """Bytes of storages by kind, of each from when it is noted until it is freed.
 
-    `held` now; `peak`, the most of all together, and in which phase; `most` of each kind by itself; `snapshots` by name,
-    and `moments`, one after each phase: its name, and what is held then. Gradients are those of `params`.
+    `held` now; `peak`, the most of all together, and in which phase; `most` of each kind by itself; `snapshots` by
+    name, and `moments`, one after each phase: its name, and what is held then. Gradients are those of `params`.
     """
 
     def __init__(self):

@@ -61,7 +61,7 @@ LAYERS = (1, 3)  # of activations
 
 
 def on_ranks(step: int, ranks: int, flags: list, watch: Watch) -> Watch:
-    """What train.py of a step, with micro-batches of one sample in float32, lets the watch find in so many processes."""
+    """What the watch finds in so many processes of a step's train.py, with micro-batches of one sample, in float32."""
     from lab.program import Program
     from lab.ranks import processes, run
 
@@ -82,7 +82,7 @@ def live_bytes() -> int:
 
 
 class Counted(Watch):
-    """Bytes of all tensors of a process in its second optimizer step: the `most`, and those `before` the optimizer's."""
+    """Bytes of all tensors of a process in its second optimizer step: the `most`, and `before` the optimizer's."""
 
     places = ("processes",)
 
