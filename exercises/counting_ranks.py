@@ -93,7 +93,7 @@ def played(step: str, schedule: str, stages: int, microbatches: int, *chunks: in
 def rank_run(layers: int, hidden: int, width: int, dp: int, tp: int, pp: int, microbatches: int,
              tokens: int) -> list[int]:
     """Bytes of the second stage's first rank, by tools/dry_run.py: its weights, and what it sends over dp and pp."""
-    from lab.alone import run_rank
+    from lab.watch.dry_run import run_rank
     from lab.watch.memory import Event
     from sizes.data_sheets import Shape  # before the modules of cluster/
 

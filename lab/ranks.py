@@ -8,7 +8,6 @@ processes that communicate over gloo, and read the corpus. Both train a small mo
 come after SMALL, so they override it.
 """
 
-import argparse
 import contextlib
 import json
 import pathlib
@@ -84,8 +83,8 @@ class threads:  # noqa: N801  it reads as the function that it is
 
 
 class processes:  # noqa: N801
-    """So many processes, forked from one that has imported torch and `modules` (lab/launch.py). Where the program is
-    not a step's train.py, its flags are all that it gets."""
+    """So many processes, forked from one that has imported torch and `modules` (lab/launch.py). A program that is not a
+    step's is as large as its flags say. With a --log_dir of its own, what is logged is there alone."""
 
     kind = "processes"
 
@@ -93,11 +92,8 @@ class processes:  # noqa: N801
         self.size, self.modules = size, modules
 
     def run(self, program: Program, watches: list[Watch], prepare: Callable | None, timeout: float) -> Result:
-        places = argparse.ArgumentParser(allow_abbrev=False)
-        places.add_argument("--log_dir")
-        places.add_argument("--run_name", default="default_run")
         with tempfile.TemporaryDirectory() as folder:
-            flags = [*SMALL, "--log_dir", folder, *program.flags] if program.step else program.flags
+            flags = [*(SMALL if program.step else ()), "--log_dir", folder, "--run_name", "run", *program.flags]
             with open(pathlib.Path(folder, "watches"), "wb") as file:
                 pickle.dump([str(ROOT), *sys.path], file)
                 pickle.dump((self, watches, prepare), file)
@@ -108,8 +104,8 @@ class processes:  # noqa: N801
                 for watch, findings in zip(watches, found):
                     for name, finding in findings.items():
                         getattr(watch, name)[rank] = finding
-            place = places.parse_known_args(flags)[0]
-            return Result(metrics(place.log_dir, place.run_name) if place.log_dir else [], [], None, watches)
+            rows = metrics(folder, "run") if pathlib.Path(folder, "run").is_dir() else []
+            return Result(rows, [], None, watches)
 
 
 @contextlib.contextmanager

@@ -13,12 +13,14 @@ import pytest
 from lab.launch import ROOT, STEPS, environment, modules_of
 from lab.program import Program
 from lab.ranks import processes, run, threads
+from lab.watch.held import Memory
 from lab.watch.kept import Allocated
 from lab.watch.messages import LOGGED, Messages
 
 with modules_of(9):
     import dry_run
-    from lab.alone import run_rank
+    from lab.alone import alone
+    from lab.watch.dry_run import run_rank
     from lab.watch.memory import Event, Handle
     from maintain import published_runs
     from sizes import split_memory, splits
@@ -96,6 +98,27 @@ def test_memory_is_that_of_a_real_run(step, ranks, flags):
                for grown, of_kind in kinds.items()):
             return
     raise AssertionError((kinds, real.grown))
+
+
+@cases("tensor", "chunks, backward in two parts", "ZeRO 2")
+def test_memory_by_kind_is_that_of_ranks_in_this_process(step, ranks, flags):
+    """After each phase, in every byte. There, averages come with the first optimizer step, and count as such not only
+    where they are AdamW's."""
+    flags = [*SHORT, *flags.split()]
+    program = Program(step, [*flags, "--max_tokens", tokens(16, step, ranks, flags)])
+    [memory] = run(program, threads(ranks), [Memory()]).watches
+    for rank in {0, ranks - 1}:
+        count = dry(step, ranks, rank, flags).count
+        if 5 < step < 18:  # it has a timeline, and the dry run's is the first step
+            phases = [(name, held | {"optimizer": 0}) for name, held in count.moments
+                      if name not in ("gradient norm", "optimizer")]
+            assert phases and phases == memory.held[rank][: len(phases)], rank
+        for kind in ("weights", "gradients", "optimizer") if step < 17 else ("weights",):
+            assert count.snapshots["after the step"][kind] == memory.snapshots[rank]["after the step"][kind], kind
+    if step < 16:  # where tokens choose experts, what arrives counts
+        [one] = run(program, alone(ranks - 1, ranks), [Memory()]).watches
+        assert one.held[ranks - 1] == memory.held[ranks - 1][: len(one.held[ranks - 1])]
+        assert f"rank {ranks - 1} " in str(one)
 
 
 def test_weights_gradients_averages_and_operations_are_exact():

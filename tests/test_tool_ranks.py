@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from lab.baton import Violation
-from lab.launch import fork, metrics
-from lab.program import Program
-from lab.ranks import SMALL, run, threads
+from lab.program import Edit, Program
+from lab.ranks import processes, run, threads
 from lab.thread_ranks import World
+from lab.watch.messages import Messages
+from lab.watch.numbers import Numbers
 
 
 def violation(size: int, program, timeout: float = 20) -> str:
@@ -114,11 +115,25 @@ def test_errors_are_those_of_the_rank():
 
 @pytest.mark.parametrize("step, size, flags", [
     ("8", 4, ("--pp_size", "2", "--tp_size", "2")), ("15", 2, ("--cp_size", "2"))])
-def test_a_step_trains_as_in_processes(step, size, flags, tmp_path):
-    flags = (*flags, "--gradient_accumulation_steps", "4", "--max_tokens", "128")
-    here = run(Program(step, flags), threads(size), prepare=lambda modules, rank: setattr(
+def test_a_step_trains_as_in_processes(step, size, flags):
+    """Losses, norms, and each rank's gradients, in every step, which a watch finds here as there."""
+    program = Program(step, (*flags, "--gradient_accumulation_steps", "4", "--max_tokens", "128"))
+    here = run(program, threads(size), [Numbers()], prepare=lambda modules, rank: setattr(
         modules.train, "load_samples", modules.dataloader.load_samples))
-    fork(step, size, *SMALL, *flags, "--log_dir", tmp_path, "--run_name", "run")
-    for one, other in zip(here.rows, metrics(tmp_path, "run"), strict=True):
+    there = run(program, processes(size), [Numbers()])
+    assert len(here.rows) == len(there.rows) == 2
+    for one, other in zip(here.rows, there.rows):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-12)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-12)
+    found, expected = here.watches[0].gradients, there.watches[0].gradients
+    assert found.keys() == expected.keys() == {*range(size)}
+    for rank, steps in expected.items():
+        torch.testing.assert_close(found[rank], steps, rtol=1e-9, atol=1e-12)
+
+
+def test_an_edit_and_an_error_in_processes():
+    edits = [Edit("train.py", "        model.zero_grad()\n", "        raise ValueError('edited')\n")]
+    with pytest.raises(AssertionError, match="ValueError: edited"):
+        run(Program("8", edits=edits), processes(1))
+    with pytest.raises(ValueError, match="messages can't watch processes: choose threads"):
+        run(Program("8"), processes(1), [Messages()])
