@@ -109,15 +109,19 @@ class alone:  # noqa: N801  it reads as the function that it is
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
-        """Inside of the block torch.distributed knows one rank of many."""
-        new_group, backend = dist.new_group, ["gloo"]
+        """Inside of the block init_process_group() joins this rank alone, once."""
+        join, new_group, backend = dist.init_process_group, dist.new_group, ["gloo"]
+
+        def init(name: str, **options) -> None:
+            backend[0] = name
+            if not dist.is_initialized():
+                join("fake", store=FakeStore(), rank=self.rank, world_size=self.size)
+
         with mock.patch.dict(os.environ, self.environment), mock.patch("sys.excepthook"):  # torch replaces the latter
-            dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=self.size)
             try:
                 with mock.patch.multiple(
                         dist, rendezvous=lambda *args, **options: iter([(self.store, self.rank, self.size)]),
-                        init_process_group=lambda name, **options: backend.__setitem__(0, name),
-                        get_backend=lambda group=None: backend[0], P2POp=Operation,
+                        init_process_group=init, get_backend=lambda group=None: backend[0], P2POp=Operation,
                         new_group=lambda *args, **options: new_group(*args, **{**options, "backend": "fake"}),
                         batch_isend_irecv=lambda operations: [call(*args) for call, *args in operations],
                         barrier=lambda *args, **options: None, monitored_barrier=lambda *args, **options: None,

@@ -74,7 +74,7 @@ class NormOfCuda(torch.autograd.Function):
 class Held:
     """Bytes of storages by kind, of each from when it is noted until it is freed.
 
-    `held` now; `peak`, the most of all together, and in which phase; `most` of each kind by itself; `snapshots` by name.
+    `held` now; `peak`, the most of all together, and in which phase; `most` of each kind by itself; `snapshots`, named.
     """
 
     def __init__(self):
