@@ -14,8 +14,8 @@ import importlib
 
 MODULES = {  # public name -> its module, which is imported when the name is first used: most of them import torch
     "DryRun": "watch.dry_run", "Edit": "program", "Messages": "watch.messages", "Numbers": "watch.numbers",
-    "Program": "program", "Result": "ranks", "Types": "watch.typed_steps", "Waits": "watch.waits", "alone": "alone", "run": "ranks",
-    "threads": "ranks"}
+    "Program": "program", "Result": "ranks", "Types": "watch.typed_steps", "Waits": "watch.waits", "alone": "alone",
+    "run": "ranks", "threads": "ranks"}
 __all__ = [*MODULES]
 
 

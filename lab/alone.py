@@ -10,7 +10,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -21,7 +20,7 @@ try:
 except ImportError as error:  # torch does not promise to keep it
     sys.exit(f"error: torch {torch.__version__} has not what a rank alone needs ({error}): use that of constraints.txt")
 
-from lab.program import Program, StepModules
+from lab.program import Program
 from lab.ranks import SMALL, Result, forgetting_hooks, random_samples
 from lab.watch import Watch
 
@@ -69,17 +68,6 @@ class CountedStore(dist.Store):
         return 0  # another rank is the last one
 
 
-class Operation(NamedTuple):
-    """In place of dist.P2POp, which would ask for the backend of the device."""
-
-    op: Callable
-    tensor: torch.Tensor
-    peer: int | None = None
-    group: dist.ProcessGroup | None = None
-    tag: int = 0
-    group_peer: int | None = None
-
-
 class Logger:
     """In place of a step's RunLogger. `left`: optimizer steps that are to come."""
 
@@ -121,9 +109,11 @@ class alone:  # noqa: N801  it reads as the function that it is
             try:
                 with mock.patch.multiple(
                         dist, rendezvous=lambda *args, **options: iter([(self.store, self.rank, self.size)]),
-                        init_process_group=init, get_backend=lambda group=None: backend[0], P2POp=Operation,
+                        init_process_group=init, get_backend=lambda group=None: backend[0],
                         new_group=lambda *args, **options: new_group(*args, **{**options, "backend": "fake"}),
-                        batch_isend_irecv=lambda operations: [call(*args) for call, *args in operations],
+                        P2POp=lambda call, tensor, peer=None, group=None, tag=0, group_peer=None: (
+                            lambda: call(tensor, peer, group, tag, group_peer)),  # torch's asks the device's backend
+                        batch_isend_irecv=lambda operations: [operation() for operation in operations],
                         barrier=lambda *args, **options: None, monitored_barrier=lambda *args, **options: None,
                         all_gather_object=lambda objects, value, group=None: objects.__setitem__(
                             slice(None), [value] * len(objects))):
@@ -136,7 +126,10 @@ class alone:  # noqa: N801  it reads as the function that it is
         modules = program.load()
         with self.joined(), forgetting_hooks(), mock.patch.object(
                 sys, "argv", ["train.py", *self.first, *program.flags]):
-            self.stand_in(modules)
+            if hasattr(modules, "dataloader"):  # train.py is not imported yet, and imports these
+                modules.dataloader.load_samples = random_samples
+            if hasattr(modules, "metrics"):
+                modules.metrics.RunLogger = type("RunLogger", (Logger,), {"left": self.steps})
             for watch in watches:
                 watch.begin(modules, self.rank)
             if prepare:
@@ -146,10 +139,3 @@ class alone:  # noqa: N801  it reads as the function that it is
             for watch in watches:
                 watch.end(modules, self.rank)
         return Result([], [modules], None, watches)
-
-    def stand_in(self, modules: StepModules) -> None:
-        """Before train.py is imported, so that it finds these where it imports from."""
-        if hasattr(modules, "dataloader"):
-            modules.dataloader.load_samples = random_samples
-        if hasattr(modules, "metrics"):
-            modules.metrics.RunLogger = type("RunLogger", (Logger,), {"left": self.steps})

@@ -80,7 +80,7 @@ class TypedRank(TypedGradients):
         dist.init_process_group("gloo")
         self.enter_context(spmd.set_current_mesh(self.axes))
         self.originals = {name: getattr(dist, name) for name in (
-            "all_reduce", "all_gather", "all_to_all_single", "batch_isend_irecv", "irecv", "recv")}
+            "all_reduce", "all_gather", "all_to_all_single", "irecv", "recv")}
         self.enter_context(mock.patch.multiple(
             dist, isend=spmd.no_typecheck(dist.isend), send=spmd.no_typecheck(dist.send),
             **{name: getattr(self, name) for name in self.originals},
@@ -171,18 +171,15 @@ class TypedRank(TypedGradients):
                     self.refuse(f"all_to_all over {axis}: rows of type {kind}, where each rank has its own, V")
             set_types(output, spmd.get_local_type(rows))
 
-    def irecv(self, tensor, *args, **kwargs):
+    def irecv(self, tensor, src=None, group=None, *args, **kwargs):
         with spmd.no_typecheck():
-            handle = self.originals["irecv"](tensor.zero_(), *args, **kwargs)
-        return handle if self.calls is not None else (self.annotate(tensor, self.received, V), handle)[1]
+            handle = self.originals["irecv"](tensor.zero_(), src, group, *args, **kwargs)
+        if not self.note("messages", group):
+            self.annotate(tensor, self.received, V)
+        return handle
 
     def recv(self, *args, **kwargs) -> None:
         self.irecv(*args, **kwargs).wait()
-
-    def batch_isend_irecv(self, operations):
-        self.note("messages", operations[0].group)
-        with spmd.no_typecheck():
-            return self.originals["batch_isend_irecv"](operations)
 
     def replace(self, module, kind: str, group_of) -> None:
         """A function of a program that is named as the collective is, and made of messages. group_of(): its group."""

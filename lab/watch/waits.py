@@ -2,10 +2,10 @@
 
     waits = start(Program("8", ["--tp_size", 2]), rank=0, size=2).result().stdout
 
-The step trains on a GPU that is not there, as one rank of any grid. Tensors on it are fake (torch's FakeTensorMode): they
-have a shape and a dtype, but no data, and tensors of the host are real. FakeTensorMode itself refuses operations whose
-result has a shape that depends on data. The step's code says "gpu" for "cuda": a torch without CUDA lets Python register
-a device, but can't even slice a fake tensor on "cuda". A process registers one for good, so start() forks one for it.
+The step trains on a GPU that is not there, as one rank of any grid. Tensors on it are fake (torch's FakeTensorMode):
+they have a shape and a dtype, but no data, and tensors of the host are real. FakeTensorMode itself refuses operations
+whose result has a shape that depends on data. The step's code says "gpu" for "cuda": a torch without CUDA lets Python
+register a device, but can't even slice a fake tensor on "cuda". A process registers one for good, so start() forks.
 """
 
 import sys
@@ -156,8 +156,9 @@ def start(program: Program, rank: int, size: int, **options) -> concurrent.futur
 
 def main() -> None:
     step, rank, size, edits, *flags = sys.argv[1:]
-    program = Program(step, ["--device", "auto", "--dtype", "auto", *flags], [Edit(*each) for each in json.loads(edits)])
-    run(for_gpu(program), alone(int(rank), int(size), steps=2), [waits := Waits()])
+    flags = ["--device", "auto", "--dtype", "auto", *flags]
+    program = Program(step, flags, [Edit(*each) for each in json.loads(edits)])
+    run(for_gpu(program), alone(int(rank), int(size), 1, steps=2), [waits := Waits()])
     print(waits)
 
 
