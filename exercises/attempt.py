@@ -147,7 +147,7 @@ class Attempt:
     def typed(self, axes: dict[str, int]):
         """One rank of a grid under types for collectives, see lab/watch/types.py. What it refuses is wrong."""
         try:
-            from lab.alone import alone
+            from lab.rank_alone import alone
             from lab.watch.types import TypedRank, TypeRefused
         except ImportError as error:
             raise Wrong(str(error)) from None

@@ -6,16 +6,16 @@
     result = run(Program("8", ["--pp_size", 4]), threads(4), [messages])
 
 A Program is a step's train.py with flags and edits (program.py). It runs on ranks: threads of this process that take
-turns (ranks.py), or one of any number, alone (alone.py). What watches is installed before, and holds its findings after
-(watch/).
+turns (ranks.py), or one of any number, alone (rank_alone.py). What watches is installed before, and holds its findings
+after (watch/).
 """
 
 import importlib
 
 MODULES = {  # public name -> its module, which is imported when the name is first used: most of them import torch
     "DryRun": "watch.dry_run", "Edit": "program", "Messages": "watch.messages", "Numbers": "watch.numbers",
-    "Program": "program", "Result": "ranks", "Types": "watch.typed_steps", "Waits": "watch.waits", "alone": "alone",
-    "run": "ranks", "threads": "ranks"}
+    "Program": "program", "Result": "ranks", "Types": "watch.typed_steps", "Waits": "watch.waits",
+    "alone": "rank_alone", "run": "ranks", "threads": "ranks"}
 __all__ = [*MODULES]
 
 

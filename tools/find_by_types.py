@@ -21,7 +21,7 @@ import torch
 sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
 
 import same_numbers
-from lab.alone import EndOfStep, alone
+from lab.rank_alone import EndOfStep, alone
 from lab.flags import sizes
 from lab.ranks import run
 from museum.faults_beyond import FAULTS

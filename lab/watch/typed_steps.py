@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lab.alone import EndOfStep
+from lab.rank_alone import EndOfStep
 from lab.flags import sizes
 from lab.program import StepModules
 from lab.watch import Watch

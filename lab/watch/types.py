@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from lab.alone import EndOfStep
+from lab.rank_alone import EndOfStep
 from lab.watch.typed_gradients import I, P, R, TypedGradients, TypeRefused, V, set_types, spmd
 
 __all__ = ["I", "P", "R", "TypedRank", "TypeRefused", "V", "set_types", "spmd"]

@@ -29,25 +29,6 @@ class EndOfStep(Exception):
     """The optimizer step is over, or what is watched of it."""
 
 
-class Rank:
-    """A rank among the others, by `grid` and `args`, which are those of its step."""
-
-    def pipeline(self) -> list[int]:
-        """The ranks of the stages of this rank's pipeline."""
-        if isinstance(self.grid.ranks, list):  # step 9
-            return self.grid.ranks[self.grid.dp_rank][:, self.grid.tp_rank].tolist()
-        dp, _, *others = (self.grid.ranks == self.grid.global_rank).nonzero()[0].tolist()
-        return self.grid.ranks[(dp, slice(None), *others)].tolist()
-
-    def kinds(self) -> list[int]:
-        """Ranks that are unlike: of its pipeline the first, the second and the last stage, as those between are like
-        the second one. With --pipelines each stage of all."""
-        if getattr(self.args, "pipelines", None):
-            return [rank for block in self.grid.ranks for rank in block[:, self.grid.tp_rank].tolist()]
-        stages = self.pipeline()
-        return sorted({*stages[:2], stages[-1]})
-
-
 class CountedStore(dist.Store):
     """Stands for the store of torchrun, to which all other ranks have come before, with the same flags."""
 
