@@ -61,20 +61,23 @@ class Waits(Watch, TorchDispatchMode):
 
     @contextlib.contextmanager
     def around(self, ranks) -> Iterator[None]:
-        _setup_privateuseone_for_python_backend("gpu", Module())
-        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(x, device="gpu") makes it on the host and copies it
-        with (mock.patch.multiple(
-                torch.cuda, is_available=lambda: True, device_count=lambda: 1, set_device=lambda device: None,
-                get_device_name=lambda device: "Fake", is_bf16_supported=lambda including_emulation: True,
-                is_current_stream_capturing=lambda: False),  # a CUDA build would ask for a driver
-              mock.patch.object(torch.Tensor, "pin_memory", pin_memory),
-              mock.patch.object(torch.nn.Module, "to", lambda module, *to: module), self):  # weights are drawn there
+        with contextlib.ExitStack() as self.installed:
             yield
 
     def begin(self, modules: StepModules, rank: int) -> None:
         text, self.path = modules._program.texts.get("train.py", ""), modules.train.main.__code__.co_filename
         if "gpu" not in modules._program.texts.get("utils.py", ""):
             raise ValueError("Waits watches a program for_gpu(), in a process of its own: call lab.watch.waits.start()")
+        _setup_privateuseone_for_python_backend("gpu", Module())
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(x, device="gpu") makes it on the host and copies it
+        for patch in (
+                mock.patch.multiple(
+                    torch.cuda, is_available=lambda: True, device_count=lambda: 1, set_device=lambda device: None,
+                    get_device_name=lambda device: "Fake", is_bf16_supported=lambda including_emulation: True,
+                    is_current_stream_capturing=lambda: False),  # a CUDA build would ask for a driver
+                mock.patch.object(torch.Tensor, "pin_memory", pin_memory),
+                mock.patch.object(torch.nn.Module, "to", lambda module, *to: module), self):  # weights are drawn there
+            self.installed.enter_context(patch)
         self.log = max(number for number, line in enumerate(text.splitlines(), 1) if "loss.item()" in line)
         self.first = max(node.lineno for node in ast.walk(ast.parse(text))
                          if isinstance(node, ast.For) and node.lineno < self.log <= node.end_lineno)
