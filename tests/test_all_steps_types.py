@@ -115,7 +115,7 @@ def test_the_command(capsys):
 
 def test_a_clear_sentence_where_spmd_types_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "spmd_types", None)
-    for name in ("lab.watch.typed_gradients", "lab.watch.types"):
+    for name in ("lab.watch.typed_gradients", "lab.watch.typed_steps", "lab.watch.types"):
         monkeypatch.delitem(sys.modules, name)
     spec = importlib.util.find_spec("find_by_types")
     words = "^find_by_types.py: types for collectives need a package of their own: pip install -c .* spmd_types$"

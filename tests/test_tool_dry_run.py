@@ -19,7 +19,7 @@ from lab.watch.messages import LOGGED, Messages
 
 with modules_of(9):
     import dry_run
-    from lab.alone import alone
+    from lab.rank_alone import alone
     from lab.watch.dry_run import run_rank
     from lab.watch.memory import Event, Handle
     from maintain import published_runs

@@ -1,5 +1,6 @@
 """Ranks in one process: what works between processes works there, and what does not ends with a sentence."""
 
+import os
 import time
 
 import pytest
@@ -7,10 +8,13 @@ import torch
 import torch.distributed as dist
 from lab.baton import Violation
 from lab.program import Edit, Program
+from lab.rank_alone import alone
 from lab.ranks import processes, run, threads
 from lab.thread_ranks import World
+from lab.watch.dry_run import DryRun
 from lab.watch.messages import Messages
 from lab.watch.numbers import Numbers
+from lab.watch.waits import Waits
 
 
 def violation(size: int, program, timeout: float = 20) -> str:
@@ -137,3 +141,32 @@ def test_an_edit_and_an_error_in_processes():
         run(Program("8", edits=edits), processes(1))
     with pytest.raises(ValueError, match="messages can't watch processes: choose threads"):
         run(Program("8"), processes(1), [Messages()])
+
+
+def test_a_rank_alone_runs_one_step_and_ends_without_a_group():
+    steps, flags = [], ["--dp_size", 128, "--pp_size", 16, "--tp_size", 8, "--num_hidden_layers", 16,
+                        "--num_attention_heads", 8, "--num_key_value_heads", 8]
+
+    def note(modules, rank: int) -> None:
+        assert (rank, dist.is_initialized(), os.environ["LOCAL_RANK"]) == (8191, False, "7")
+        run_schedule = modules.train.run_schedule
+        modules.train.run_schedule = lambda *args: steps.append(dist.get_world_size()) or run_schedule(*args)
+
+    [modules] = run(Program("8", flags), alone(8191, 16384), prepare=note).modules
+    grid = modules.process_group_manager.process_group_manager
+    assert steps == [16384] and (grid.dp_rank, grid.pp_rank, grid.tp_rank) == (63, 15, 7)
+    assert not dist.is_initialized() and dist.P2POp.__module__.startswith("torch"), "all is torch's again"
+    with pytest.raises(ValueError, match="there is no rank 4 of 4: choose one of 0 to 3"):
+        alone(4, 4)
+
+
+@pytest.mark.parametrize("ranks, watches, words", [
+    (alone(0, 2), [Messages()], "messages can't watch alone: choose threads"),
+    (threads(2), [DryRun()], "dryrun can't watch threads: choose alone"),
+    (threads(2), [Waits()], "waits can't watch threads: choose alone"),
+    (alone(0, 2), [Waits(), DryRun()], "dryrun and waits can't watch together: without numbers, nobody waits for them"),
+    (alone(0, 2), [Waits()], "call lab.watch.waits.start()")])
+def test_watches_that_make_no_sense_are_refused(ranks, watches, words):
+    with pytest.raises(ValueError) as found:
+        run(Program("8"), ranks, watches)
+    assert words in str(found.value) and "\n" not in str(found.value)

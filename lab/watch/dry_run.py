@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lab.alone import EndOfStep, Rank, alone
+from lab.rank_alone import EndOfStep, alone
 from lab.program import Program, StepModules
 from lab.ranks import RandomSamples, run
 from lab.watch.held import Phases
@@ -32,7 +32,7 @@ class Zeros(RandomSamples):
         return torch.zeros(self.seq_len + 1, dtype=torch.int64)
 
 
-class DryRun(Rank, Phases):
+class DryRun(Phases):
     """Counts one optimizer step of a rank that is alone, and takes its numbers away. `agree`(a number of this rank) is
     the largest of all ranks.
 
@@ -59,6 +59,21 @@ class DryRun(Rank, Phases):
     @property
     def grid(self):
         return self.modules.process_group_manager.process_group_manager
+
+    def pipeline(self) -> list[int]:
+        """The ranks of the stages of this rank's pipeline."""
+        if isinstance(self.grid.ranks, list):  # step 9
+            return self.grid.ranks[self.grid.dp_rank][:, self.grid.tp_rank].tolist()
+        dp, _, *others = (self.grid.ranks == self.grid.global_rank).nonzero()[0].tolist()
+        return self.grid.ranks[(dp, slice(None), *others)].tolist()
+
+    def kinds(self) -> list[int]:
+        """Ranks that are unlike: of its pipeline the first, the second and the last stage, as those between are like
+        the second one. With --pipelines each stage of all."""
+        if getattr(self.args, "pipelines", None):
+            return [rank for block in self.grid.ranks for rank in block[:, self.grid.tp_rank].tolist()]
+        stages = self.pipeline()
+        return sorted({*stages[:2], stages[-1]})
 
     def axis_of(self, group) -> str:
         for name, value in vars(self.grid).items():

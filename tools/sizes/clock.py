@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from lab.alone import Rank
+from lab.watch.dry_run import DryRun as Rank
 from lab.watch.memory import Event
 from sizes.data_sheets import LINK_SHARE, MODEL, NODE_LATENCY, Node, Shape
 

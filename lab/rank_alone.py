@@ -10,7 +10,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -21,32 +20,13 @@ try:
 except ImportError as error:  # torch does not promise to keep it
     sys.exit(f"error: torch {torch.__version__} has not what a rank alone needs ({error}): use that of constraints.txt")
 
-from lab.program import Program, StepModules
+from lab.program import Program
 from lab.ranks import SMALL, Result, forgetting_hooks, random_samples
 from lab.watch import Watch
 
 
 class EndOfStep(Exception):
     """The optimizer step is over, or what is watched of it."""
-
-
-class Rank:
-    """A rank among the others, by `grid` and `args`, which are those of its step."""
-
-    def pipeline(self) -> list[int]:
-        """The ranks of the stages of this rank's pipeline."""
-        if isinstance(self.grid.ranks, list):  # step 9
-            return self.grid.ranks[self.grid.dp_rank][:, self.grid.tp_rank].tolist()
-        dp, _, *others = (self.grid.ranks == self.grid.global_rank).nonzero()[0].tolist()
-        return self.grid.ranks[(dp, slice(None), *others)].tolist()
-
-    def kinds(self) -> list[int]:
-        """Ranks that are unlike: of its pipeline the first, the second and the last stage, as those between are like
-        the second one. With --pipelines each stage of all."""
-        if getattr(self.args, "pipelines", None):
-            return [rank for block in self.grid.ranks for rank in block[:, self.grid.tp_rank].tolist()]
-        stages = self.pipeline()
-        return sorted({*stages[:2], stages[-1]})
 
 
 class CountedStore(dist.Store):
@@ -67,17 +47,6 @@ class CountedStore(dist.Store):
     def add(self, key: str, amount: int) -> int:
         self.operations += 1
         return 0  # another rank is the last one
-
-
-class Operation(NamedTuple):
-    """In place of dist.P2POp, which would ask for the backend of the device."""
-
-    op: Callable
-    tensor: torch.Tensor
-    peer: int | None = None
-    group: dist.ProcessGroup | None = None
-    tag: int = 0
-    group_peer: int | None = None
 
 
 class Logger:
@@ -109,17 +78,23 @@ class alone:  # noqa: N801  it reads as the function that it is
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
-        """Inside of the block torch.distributed knows one rank of many."""
-        new_group, backend = dist.new_group, ["gloo"]
+        """Inside of the block init_process_group() joins this rank alone, once."""
+        join, new_group, backend = dist.init_process_group, dist.new_group, ["gloo"]
+
+        def init(name: str, **options) -> None:
+            backend[0] = name
+            if not dist.is_initialized():
+                join("fake", store=FakeStore(), rank=self.rank, world_size=self.size)
+
         with mock.patch.dict(os.environ, self.environment), mock.patch("sys.excepthook"):  # torch replaces the latter
-            dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=self.size)
             try:
                 with mock.patch.multiple(
                         dist, rendezvous=lambda *args, **options: iter([(self.store, self.rank, self.size)]),
-                        init_process_group=lambda name, **options: backend.__setitem__(0, name),
-                        get_backend=lambda group=None: backend[0], P2POp=Operation,
+                        init_process_group=init, get_backend=lambda group=None: backend[0],
                         new_group=lambda *args, **options: new_group(*args, **{**options, "backend": "fake"}),
-                        batch_isend_irecv=lambda operations: [call(*args) for call, *args in operations],
+                        P2POp=lambda call, tensor, peer=None, group=None, tag=0, group_peer=None: (
+                            lambda: call(tensor, peer, group, tag, group_peer)),  # torch's asks the device's backend
+                        batch_isend_irecv=lambda operations: [operation() for operation in operations],
                         barrier=lambda *args, **options: None, monitored_barrier=lambda *args, **options: None,
                         all_gather_object=lambda objects, value, group=None: objects.__setitem__(
                             slice(None), [value] * len(objects))):
@@ -132,7 +107,10 @@ class alone:  # noqa: N801  it reads as the function that it is
         modules = program.load()
         with self.joined(), forgetting_hooks(), mock.patch.object(
                 sys, "argv", ["train.py", *self.first, *program.flags]):
-            self.stand_in(modules)
+            if hasattr(modules, "dataloader"):  # train.py is not imported yet, and imports these
+                modules.dataloader.load_samples = random_samples
+            if hasattr(modules, "metrics"):
+                modules.metrics.RunLogger = type("RunLogger", (Logger,), {"left": self.steps})
             for watch in watches:
                 watch.begin(modules, self.rank)
             if prepare:
@@ -142,10 +120,3 @@ class alone:  # noqa: N801  it reads as the function that it is
             for watch in watches:
                 watch.end(modules, self.rank)
         return Result([], [modules], None, watches)
-
-    def stand_in(self, modules: StepModules) -> None:
-        """Before train.py is imported, so that it finds these where it imports from."""
-        if hasattr(modules, "dataloader"):
-            modules.dataloader.load_samples = random_samples
-        if hasattr(modules, "metrics"):
-            modules.metrics.RunLogger = type("RunLogger", (Logger,), {"left": self.steps})
