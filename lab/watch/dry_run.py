@@ -18,10 +18,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor
 
-from lab.rank_alone import EndOfStep, alone
 from lab.program import Program, StepModules
+from lab.rank_alone import EndOfStep, FakeTensor, alone
 from lab.ranks import run
 from lab.watch import Watch
 from lab.watch.memory import Communication, Count, NormOfCuda
