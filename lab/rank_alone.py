@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 try:
+    from torch._subclasses.fake_tensor import FakeTensor  # noqa: F401: for those without numbers
     from torch.testing._internal.distributed.fake_pg import FakeStore
-except ImportError as error:  # torch does not promise to keep it
+except ImportError as error:  # torch does not promise to keep them
     sys.exit(f"error: torch {torch.__version__} has not what a rank alone needs ({error}): use that of constraints.txt")
 
 from lab.program import Program

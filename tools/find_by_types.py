@@ -21,8 +21,8 @@ import torch
 sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
 
 import same_numbers
-from lab.rank_alone import EndOfStep, alone
 from lab.flags import sizes
+from lab.rank_alone import EndOfStep, alone
 from lab.ranks import run
 from museum.faults_beyond import FAULTS
 from museum.find_faults import Case, case_of, source

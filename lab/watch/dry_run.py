@@ -18,18 +18,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor
 
-from lab.rank_alone import EndOfStep, alone
 from lab.program import Program, StepModules
-from lab.ranks import RandomSamples, run
+from lab.rank_alone import EndOfStep, FakeTensor, alone
+from lab.ranks import run
 from lab.watch.held import Phases
 from lab.watch.memory import Communication, Count, NormOfCuda
-
-
-class Zeros(RandomSamples):
-    def __getitem__(self, i: int) -> torch.Tensor:  # (T + 1,)
-        return torch.zeros(self.seq_len + 1, dtype=torch.int64)
 
 
 class DryRun(Phases):
@@ -89,7 +83,7 @@ class DryRun(Phases):
         super().begin(modules, rank)
         self.modules = modules
         modules.utils.choose_device, modules.utils.make_scheduler = self.choose_device, self.make_scheduler
-        modules.model.init_weights, modules.dataloader.load_samples = self.init_weights, self.load_samples
+        modules.model.init_weights = self.init_weights
         modules.metrics.RunLogger.log = lambda logger, *args, **more: self.end_step()
         self.wrap(modules.utils, "load_config", lambda config: setattr(self, "config", config))
         with contextlib.suppress(AttributeError):
@@ -131,9 +125,6 @@ class DryRun(Phases):
         is_gpu = self.count.is_gpu = self.count.is_gpu if device == "auto" else device == "cuda"
         self.dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if is_gpu else "float32")
         return torch.device("cpu"), self.dtype, "nccl" if is_gpu else "gloo"
-
-    def load_samples(self, dataset_name, model_name, seq_len, vocab_size, num_samples, *args, **more) -> list:
-        return [Zeros(seq_len, vocab_size, num_samples)]
 
     def init_weights(self, model: torch.nn.Module, *args) -> None:
         self.count.is_fake = True

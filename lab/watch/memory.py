@@ -4,7 +4,7 @@ run_rank() (dry_run.py) runs the step's own main() for one optimizer step. What 
 
     tensors      have shapes, but no numbers (torch's FakeTensorMode): of an operation only the sizes are computed
     ranks        torch's "fake" process group says how many there are. A message is noted, and done at once
-    weights      are made empty; samples are zeros; AdamW's averages are there from the start, as in a later step
+    weights      are made empty; AdamW's averages are there from the start, as in a later step
     devices      with the kernels of a GPU, tensors say that they are on one, and a norm is CUDA's, which keeps less
     experts      get equally many rows each: which ones tokens choose is in the numbers
 

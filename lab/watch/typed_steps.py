@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lab.rank_alone import EndOfStep
 from lab.flags import sizes
 from lab.program import StepModules
+from lab.rank_alone import EndOfStep
 from lab.watch import Watch
 from lab.watch.types import I, R, TypedRank, V, spmd
 

@@ -32,9 +32,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from lab.rank_alone import alone
 from lab.launch import start_fork
 from lab.program import Edit, Program, StepModules
+from lab.rank_alone import alone
 from lab.ranks import run
 from lab.watch import Watch
 

@@ -21,9 +21,9 @@ sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools
 
 import torch.distributed as dist
 
-from lab.rank_alone import alone
 from lab.launch import ROOT, STEPS
 from lab.program import Program
+from lab.rank_alone import alone
 from maintain.turns import table
 
 asked = []  # of the store and of new_group()
