@@ -5,10 +5,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from lab.alone import alone
 from lab.baton import Violation
 from lab.program import Edit, Program
 from lab.ranks import processes, run, threads
 from lab.thread_ranks import World
+from lab.watch.held import Memory
 from lab.watch.messages import Messages
 from lab.watch.numbers import Numbers
 
@@ -129,6 +131,12 @@ def test_a_step_trains_as_in_processes(step, size, flags):
     assert found.keys() == expected.keys() == {*range(size)}
     for rank, steps in expected.items():
         torch.testing.assert_close(found[rank], steps, rtol=1e-9, atol=1e-12)
+
+
+def test_after_an_error_memory_is_no_longer_counted():
+    with pytest.raises(ValueError, match="pp_size=9 stages"):
+        run(Program("8", ["--pp_size", 9]), alone(0, 9), [memory := Memory()])
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack() and not memory.peak
 
 
 def test_an_edit_and_an_error_in_processes():
