@@ -12,6 +12,7 @@ from lab.rank_alone import alone
 from lab.ranks import processes, run, threads
 from lab.thread_ranks import World
 from lab.watch.dry_run import DryRun
+from lab.watch.held import Memory
 from lab.watch.messages import Messages
 from lab.watch.numbers import Numbers
 from lab.watch.waits import Waits
@@ -133,6 +134,12 @@ def test_a_step_trains_as_in_processes(step, size, flags):
     assert found.keys() == expected.keys() == {*range(size)}
     for rank, steps in expected.items():
         torch.testing.assert_close(found[rank], steps, rtol=1e-9, atol=1e-12)
+
+
+def test_after_an_error_memory_is_no_longer_counted():
+    with pytest.raises(ValueError, match="pp_size=9 stages"):
+        run(Program("8", ["--pp_size", 9]), alone(0, 9), [memory := Memory()])
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack() and not memory.peak
 
 
 def test_an_edit_and_an_error_in_processes():

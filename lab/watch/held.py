@@ -112,9 +112,9 @@ class Live(Held, TorchDispatchMode):
 def is_copy(frame: types.FrameType) -> bool:
     """Whether a message's content is copied. Between an operation and who calls it are a few functions of torch's."""
     for _ in range(4):
-        if frame.f_code.co_filename in COPIES:
+        if frame and frame.f_code.co_filename in COPIES:
             return True
-        frame = frame.f_back
+        frame = frame and frame.f_back
     return False
 
 
@@ -145,7 +145,11 @@ class Memory(Phases):
         with (super().around(ranks), mock.patch.object(of_messages, "irecv", irecv),
               hooked(register_optimizer_step_pre_hook(self.before_step),
                      register_optimizer_step_post_hook(self.after_step))):
-            yield
+            try:
+                yield
+            finally:
+                if ranks.kind == "alone" and self._counts:  # an error has ended the rank, on this thread
+                    self._counts.pop(ranks.rank).__exit__(None, None, None)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         if not optimizer.state:
