@@ -28,14 +28,12 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"python -m lab: {error}", file=sys.stderr)
         return 2
-    from lab.flags import sizes  # and with it torch
-    from lab.ranks import run, threads
+    from lab.ranks import run, threads  # and with it torch
     from lab.watch.messages import Messages
 
-    found, messages = sizes(flags), Messages()
-    size = found.dp_size * found.pp_size * found.cp_size * found.tp_size
-    print(f"step {args.step} on {size} ranks", flush=True)
-    result = run(program, threads(size), [messages])
+    messages = Messages()
+    print(f"step {args.step} on {program.size} ranks", flush=True)
+    result = run(program, threads(program.size), [messages])
     print(*messages.events, sep="\n")
     print(f"loss {result.rows[0]['loss']:.6f}")
     return 0

@@ -23,11 +23,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
 
 import same_numbers
-from lab.flags import sizes
-from lab.program import StepModules
+from lab.program import Program, StepModules
 from lab.ranks import run, threads
 from museum.faults_beyond import FAULTS
-from museum.find_faults import Case, case_of, source
+from museum.find_faults import FEW_MICROBATCHES
 from same_numbers import trainers_base, trainers_data, trainers_model
 
 try:
@@ -77,16 +76,16 @@ def refusal(rank: TypedRank, program: Callable[[], object]) -> str:
     raise AssertionError("the program has ended before its optimizer")
 
 
-def check_step(case: Case, type_on_tp: Callable[[str, bool], str] | None = None) -> str:
+def check_step(program: Program, type_on_tp: Callable[[str, bool], str] | None = None) -> str:
     """Runs rank 0 of a step's train.py up to its first optimizer step. Returns what is refused.
 
     type_on_tp(name, sequence_parallel) may say the weights' types along tp, "R", "I" or "V".
     """
-    found = sizes(case.flags)
+    found = program.sizes
     micro_batches, length = max(2, found.pp_size), 32 if found.cp_size * found.tp_size > 8 else 16
     small = {"seq_len": length, "num_key_value_heads": max(found.tp_size, 4), "num_hidden_layers": found.pp_size,
              "gradient_accumulation_steps": micro_batches, "max_tokens": micro_batches * length * found.dp_size}
-    flags = (*case.flags, *(word for name, value in small.items() for word in (f"--{name}", str(value))))
+    flags = (*program.flags, *(word for name, value in small.items() for word in (f"--{name}", str(value))))
     world = OneRank({"dp": found.dp_size // found.ep_size, "ep": found.ep_size, "pp": found.pp_size,
                      "cp": found.cp_size, "tp": found.tp_size})
 
@@ -97,7 +96,7 @@ def check_step(case: Case, type_on_tp: Callable[[str, bool], str] | None = None)
     hook = register_optimizer_step_pre_hook(before_optimizer)
     try:
         return refusal(world.rank, lambda: run(
-            source(case).with_flags(flags), threads(case.size, world), prepare=lambda modules, _: annotate_step(
+            program.with_flags(flags), threads(program.size, world), prepare=lambda modules, _: annotate_step(
                 modules, world.rank, found, type_on_tp)))
     finally:
         hook.remove()
@@ -209,7 +208,7 @@ def not_tried(name: str) -> str:
 def check(name: str, healthy: bool = False) -> str:
     """What is refused of a fault, or of the same without it."""
     if name in FAULTS:
-        return check_step(case_of(FAULTS[name], () if healthy else FAULTS[name].edits))
+        return check_step(FAULTS[name].program(*FEW_MICROBATCHES, healthy=healthy))
     return check_trainer(*name.split()[: 1 if healthy else 2])
 
 
@@ -230,7 +229,7 @@ def print_right() -> int:
     """Prints what types say of our steps. Returns 1 where they refuse one."""
     accused = 0
     for step, ranks, flags in GRIDS:
-        saw = check_step(Case(step, ranks, tuple(flags.split())))
+        saw = check_step(Program(step, flags.split()))
         accused += bool(saw)
         print(f"step {step:>2}, {ranks:,} ranks, {' '.join(flags.split())}: {saw or 'nothing is refused'}", flush=True)
     print(f"{accused or 'nothing'} refused on {len(GRIDS)} grids")
