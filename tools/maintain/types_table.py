@@ -15,7 +15,7 @@ sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools
 from find_by_types import FAULTS, FEW_MICROBATCHES, check, not_tried, published, run, threads, trainers
 from lab.launch import ROOT
 from lab.thread_ranks import Violation
-from museum.find_faults import find, forget_models
+from museum.find_faults import find
 
 
 def off_after(name: str, steps: int = 100) -> str:
@@ -32,8 +32,6 @@ def off_after(name: str, steps: int = 100) -> str:
         return f"{percent:+.2g}" if abs(percent) > 1e-3 else "0"
     except (Violation, KeyError):
         return "-"
-    finally:
-        forget_models()
 
 
 def table(rows: list[tuple[str, str, bool, str]]) -> str:

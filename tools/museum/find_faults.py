@@ -10,7 +10,6 @@ break_it.py NAME --find runs the check that a fault names, and --find --healthy 
 """
 
 import functools
-import gc
 import math
 import pathlib
 import tempfile
@@ -43,21 +42,8 @@ def run(program: Program, steps: int = STEPS_RUN, dtype: str = "float64") -> lis
     """Trains for a few steps. Returns the bytes that each rank has sent. Raises what a rank raises."""
     tokens = 16 * program.sizes.dp_size * program.sizes.gradient_accumulation_steps
     flags = [*program.flags, "--dtype", dtype, "--max_tokens", steps * tokens]
-    gc.collect()
-    gc.freeze()  # what is here already, forget_models() need not look at
-    try:
-        world = run_program(program.with_flags(flags), threads(program.size)).world
-    finally:
-        forget_models()
+    world = run_program(program.with_flags(flags), threads(program.size)).world
     return [world.num_bytes(rank) for rank in range(program.size)]
-
-
-def forget_models() -> None:
-    """Hooks of parameters refer to the wrapper that has these, through C++, where Python finds no cycle."""
-    for each in gc.get_objects():
-        if type(each) is torch.nn.Parameter and (hooks := getattr(each, "_post_accumulate_grad_hooks", None)):
-            hooks.clear()
-    gc.collect()
 
 
 def recorder(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str,
