@@ -16,6 +16,7 @@ from support.messages import LOGGED, messages
 with modules_of(9):
     import dry_run
     from lab.alone import run_rank
+    from lab.program import Program
     from lab.watch.memory import Event, Handle
     from maintain import published_runs
     from museum.faults_beyond import FAULTS
@@ -174,8 +175,7 @@ def test_unlike_pipelines_end_their_step_together(capsys):
 @pytest.mark.parametrize("step, more", [(8, {}), (16, {"num_experts": 8, "experts_per_token": 3})])
 def test_one_definition_of_mfu(step, more):
     """That of the steps' metrics.py, in dry_run.py and in what_if.py."""
-    with modules_of(step):
-        import metrics
+    metrics = Program(step).load().metrics
     shape = Shape(128, 352, 4, 8, 4, 1024, False, 16)
     config = types.SimpleNamespace(**shape.config(), **{"num_experts": 0, **more})
     assert flops_per_token(config, 64) == metrics.flops_per_token(config, 64)
