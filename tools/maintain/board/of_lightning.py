@@ -1,7 +1,7 @@
 """Lightning's Fabric and Trainer, over DDP and FSDP2 (its ModelParallelStrategy)."""
 
 from of_torch import cross_entropy, loss_of, model_of
-from rows import STEPS, Row, Watch, loop, micro_batches, rank, world
+from rows import STEPS, Row, Watch, factor, loop, micro_batches, rank, world
 
 NEEDS, SHOWN = ("torch==2.13.0", "lightning==2.6.6", "numpy==2.4.6"), ("lightning",)
 
@@ -85,7 +85,7 @@ def trainer(row, folder):
         def training_step(self, ids, i):
             loss = cross_entropy(self(ids)[:, :-1], ids[:, 1:])
             seen["loss"] = seen.get("loss", 0) + float(loss.detach()) / self.trainer.accumulate_grad_batches
-            return loss
+            return loss * factor()
 
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-3, foreach=False)
