@@ -66,6 +66,7 @@ def fabric(row, folder):
 def trainer(row, folder):
     import lightning
     import torch
+    from same_numbers import callbacks
 
     options, seen = row.options, {}
 
@@ -91,7 +92,8 @@ def trainer(row, folder):
             return torch.optim.AdamW(self.parameters(), lr=1e-3, foreach=False)
 
         def on_train_start(self):
-            self.watch = Watch(self.trainer.model, self.optimizers(), folder)
+            own = folder / "watched" if options.get("callback") else folder
+            self.watch = Watch(self.trainer.model, self.optimizers(), own)
 
         def on_before_optimizer_step(self, optimizer):
             if "clip" not in options:
@@ -120,6 +122,7 @@ def trainer(row, folder):
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
+        callbacks=[callbacks.lightning(folder)] if options.get("callback") else [],
         **({"gradient_clip_val": options["clip"]} if options.get("over") == "ddp" and "clip" in options else {}),
     ).fit(Module(), torch.utils.data.DataLoader(Data(), batch_size=None))
 
@@ -137,4 +140,6 @@ def rows(kind, run):
             )
 
 
-ROWS = [*rows("Fabric", fabric), *rows("Trainer", trainer)]
+ROWS = [*rows("Fabric", fabric), *rows("Trainer", trainer),
+        Row("lightning", "Trainer", "DDP 2, recorded by the callback", trainer, data=2,
+            options=dict(over="ddp", clip=1.0, callback=True))]
