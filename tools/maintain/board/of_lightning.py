@@ -1,5 +1,7 @@
 """Lightning's Fabric and Trainer, over DDP and FSDP2 (its ModelParallelStrategy)."""
 
+from unittest import mock
+
 from of_torch import cross_entropy, loss_of, model_of
 from rows import STEPS, Row, Watch, factor, loop, micro_batches, rank, world
 
@@ -92,8 +94,8 @@ def trainer(row, folder):
             return torch.optim.AdamW(self.parameters(), lr=1e-3, foreach=False)
 
         def on_train_start(self):
-            own = folder / "watched" if options.get("callback") else folder
-            self.watch = Watch(self.trainer.model, self.optimizers(), own)
+            recorder = mock.Mock() if options.get("callback") else None  # which records by itself
+            self.watch = Watch(self.trainer.model, self.optimizers(), folder, recorder=recorder)
 
         def on_before_optimizer_step(self, optimizer):
             if "clip" not in options:

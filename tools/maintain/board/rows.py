@@ -84,11 +84,11 @@ class Watch:
     """Records steps for same_numbers and, without it, whole gradients and weights for a comparison in plain torch."""
 
     def __init__(self, model, optimizer, folder: pathlib.Path, full: Callable | None = None,
-                 whole_name: Callable[[str], str] = str, **options):
+                 whole_name: Callable[[str], str] = str, recorder=None, **options):
         import same_numbers
 
         self.model, self.folder, self.full, self.count = model, folder, full or whole, 0
-        self.recorder = same_numbers.Recorder(model, optimizer, folder, **options)
+        self.recorder = recorder or same_numbers.Recorder(model, optimizer, folder, **options)
         self.whole_name = whole_name
 
     def step(self, **numbers):
