@@ -91,13 +91,16 @@ class Program:
         parser.add_argument("--gradient_accumulation_steps", type=int, default=8)
         parser.add_argument("--num_experts", type=int, default=0)
         parser.add_argument("--pp_engine", default="1f1b")
+        parser.add_argument("--pipelines", default="")
         parser.add_argument("--sequence_parallel", action="store_true")
         return parser.parse_known_args(self.flags)[0]
 
     @property
     def size(self) -> int:
         """The number of its ranks."""
-        return self.sizes.dp_size * self.sizes.pp_size * self.sizes.cp_size * self.sizes.tp_size
+        found = self.sizes
+        stages = found.pipelines and 1 + found.pipelines.replace(";", ",").count(",")  # of step 9's unlike pipelines
+        return (stages or found.dp_size * found.pp_size * found.cp_size) * found.tp_size
 
     def one_process(self) -> "Program":
         """The same in one process, which does the micro-batches of all replicas."""

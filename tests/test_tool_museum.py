@@ -89,6 +89,7 @@ def test_one_process_keeps_what_is_not_about_ranks():
     program = Program("16", "--tp_size 2 --sequence_parallel --zero 1 --dp_size 3 --cp_size 2 --warmup_steps 5 "
                       "--gradient_accumulation_steps 4".split())
     assert program.size == 12 and program.one_process().size == 1
+    assert Program("9", ["--pipelines", "1,3;2,1,1", "--tp_size", "2"]).size == 10
     assert program.one_process().flags == ("--warmup_steps 5 --dp_size 1 --pp_size 1 --tp_size 1 "
                                            "--gradient_accumulation_steps 12").split()
 
