@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from lab.huggingface import run_chain
 from lab.program import Program
-from support.families import HeterogeneousParallelPlugin, PipelineTemplate, listed_modules, run_chain, stages_of, toy
+from support.families import HeterogeneousParallelPlugin, PipelineTemplate, listed_modules, stages_of, toy
 
 STEP = Program(9).load()
 

@@ -65,6 +65,16 @@ def fabric(row, folder):
          clip=clip if row.options.get("clip") else None)
 
 
+def loader(row):
+    import torch
+
+    class Data(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return (ids for step in range(STEPS) for ids in micro_batches(row, step, rank() // (row.ranks // row.data)))
+
+    return torch.utils.data.DataLoader(Data(), batch_size=None)
+
+
 def trainer(row, folder):
     import lightning
     import torch
@@ -109,10 +119,6 @@ def trainer(row, folder):
         def on_train_end(self):
             self.watch.close()
 
-    class Data(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return (ids for step in range(STEPS) for ids in micro_batches(row, step, rank() // (row.ranks // row.data)))
-
     lightning.Trainer(
         max_steps=STEPS,
         accelerator="cpu",
@@ -126,7 +132,7 @@ def trainer(row, folder):
         num_sanity_val_steps=0,
         callbacks=[callbacks.lightning(folder)] if options.get("callback") else [],
         **({"gradient_clip_val": options["clip"]} if options.get("over") == "ddp" and "clip" in options else {}),
-    ).fit(Module(), torch.utils.data.DataLoader(Data(), batch_size=None))
+    ).fit(Module(), loader(row))
 
 
 def rows(kind, run):
