@@ -7,16 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from lab.launch import modules_of
 from lab.program import Program
 from lab.ranks import run, threads
 from lab.watch.held import Memory
 from lab.watch.messages import Messages
 
-with modules_of(18):
-    import muon
-
+muon = Program(18).load().muon
 TINY = ["--num_hidden_layers", 8, "--gradient_accumulation_steps", 1, "--dtype", "float32"]
 MATRICES = 8 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 352 * 128)  # their numbers, in the tiny Llama
 WHOLE = MATRICES + 17 * 128 + 2 * 1024 * 128

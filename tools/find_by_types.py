@@ -21,11 +21,11 @@ import torch
 sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
 
 import same_numbers
-from lab.flags import sizes
+from lab.program import Program
 from lab.rank_alone import EndOfStep, alone
 from lab.ranks import run
 from museum.faults_beyond import FAULTS
-from museum.find_faults import Case, case_of, source
+from museum.find_faults import FEW_MICROBATCHES
 from same_numbers import trainers_base, trainers_data, trainers_model
 
 try:
@@ -50,17 +50,17 @@ NOT_TYPED = {"pp": "torch.distributed.pipelining sends objects", "ddp": "DDP's h
              "shards": "ZeRO's sums are sends and receives of unlike parts"}
 
 
-def check_step(case: Case, type_on_tp: Callable[[str, bool], str] | None = None) -> str:
+def check_step(program: Program, type_on_tp: Callable[[str, bool], str] | None = None) -> str:
     """Runs rank 0 of a step's train.py up to its first optimizer step. Returns what is refused.
 
     type_on_tp(name, sequence_parallel) may say the weights' types along tp, "R", "I" or "V".
     """
-    found = sizes(case.flags)
+    found = program.sizes
     micro_batches, length = max(2, found.pp_size), 32 if found.cp_size * found.tp_size > 8 else 16
     small = {"seq_len": length, "num_key_value_heads": max(found.tp_size, 4), "num_hidden_layers": found.pp_size,
              "gradient_accumulation_steps": micro_batches, "max_tokens": micro_batches * length * found.dp_size}
-    flags = (*case.flags, *(word for name, value in small.items() for word in (f"--{name}", str(value))))
-    run(source(case).with_flags(flags), alone(0, case.size), [types := Types(type_on_tp)])
+    flags = (*program.flags, *(word for name, value in small.items() for word in (f"--{name}", str(value))))
+    run(program.with_flags(flags), alone(0, program.size), [types := Types(type_on_tp)])
     return types.refused
 
 
@@ -116,7 +116,7 @@ def not_tried(name: str) -> str:
 def check(name: str, healthy: bool = False) -> str:
     """What is refused of a fault, or of the same without it."""
     if name in FAULTS:
-        return check_step(case_of(FAULTS[name], () if healthy else FAULTS[name].edits))
+        return check_step(FAULTS[name].program(*FEW_MICROBATCHES, healthy=healthy))
     return check_trainer(*name.split()[: 1 if healthy else 2])
 
 
@@ -137,7 +137,7 @@ def print_right() -> int:
     """Prints what types say of our steps. Returns 1 where they refuse one."""
     accused = 0
     for step, ranks, flags in GRIDS:
-        saw = check_step(Case(step, ranks, tuple(flags.split())))
+        saw = check_step(Program(step, flags.split()))
         accused += bool(saw)
         print(f"step {step:>2}, {ranks:,} ranks, {' '.join(flags.split())}: {saw or 'nothing is refused'}", flush=True)
     print(f"{accused or 'nothing'} refused on {len(GRIDS)} grids")

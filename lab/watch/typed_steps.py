@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lab.flags import sizes
 from lab.program import StepModules
 from lab.rank_alone import EndOfStep
 from lab.watch import Watch
@@ -41,7 +40,7 @@ class Types(Watch):
             yield
 
     def begin(self, modules: StepModules, rank: int) -> None:
-        main, found = modules.train.main, sizes(modules._program.flags)  # train.py has imported what it needs as it is
+        main, found = modules.train.main, modules._program.sizes  # train.py has imported what it needs as it is
         typed = TypedRank({"dp": found.dp_size // found.ep_size, "ep": found.ep_size, "pp": found.pp_size,
                            "cp": found.cp_size, "tp": found.tp_size})
         self.installed.enter_context(typed)
