@@ -8,6 +8,7 @@ Flags that are not the laboratory's own are those of the step's train.py.
 import argparse
 import sys
 
+from lab import stop
 from lab.launch import Help
 from lab.program import Edit, Program
 
@@ -18,6 +19,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("step", help="a step of the course, from 2 on")
     parser.add_argument("--edit", nargs=3, action="append", default=[], metavar=("FILE", "OLD", "NEW"),
                         help="replaces the text OLD, which FILE of the step contains once, by NEW; repeatable")
+    stop.add_flags(parser)
     return parser
 
 
@@ -35,10 +37,15 @@ def main(argv: list[str] | None = None) -> int:
     found, messages = sizes(flags), Messages()
     size = found.dp_size * found.pp_size * found.cp_size * found.tp_size
     print(f"step {args.step} on {size} ranks", flush=True)
-    result = run(program, threads(size), [messages])
-    print(*messages.events, sep="\n")
-    print(f"loss {result.rows[0]['loss']:.6f}")
-    return 0
+    where = stop.Stop(*args.stop, rank=args.rank)
+
+    def look() -> int:
+        result = run(program, threads(size, stop=where), [messages])
+        print(*messages.events, sep="\n")
+        print(f"loss {result.rows[0]['loss']:.6f}")
+        return 0
+
+    return stop.exit_code(look, where)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ class Collectives(Baton):
     def __init__(self, size: int):
         super().__init__(size)
         self.events: list[Event] = []
+        self.before: Callable[[Event], None] | None = None  # called before an event is logged, for a debugger
         self.clocks = [0] * size  # in rounds
         self.everyone = Group(self, tuple(range(size)))
         self.counts: dict[tuple, int] = defaultdict(int)  # (rank, group) -> collectives that it has had
@@ -65,6 +66,11 @@ class Collectives(Baton):
         if group is not None and not isinstance(group, Group):
             raise Violation(f"rank {self.rank} is not in the group in which it wants to communicate. {place()}")
         return group or self.everyone
+
+    def log(self, event: Event) -> None:
+        if self.before:
+            self.before(event)
+        self.events.append(event)
 
     def check_tensor(self, tensor: torch.Tensor) -> None:
         if not tensor.is_contiguous():
@@ -86,7 +92,7 @@ class Collectives(Baton):
 
         def finish() -> None:
             self.clocks[rank] = max(self.clocks[rank], max(entry[3] for entry in entries.values()) + rounds)
-            self.events.append(Event(rank, kind, group.ranks, None, num_bytes, self.clocks[rank]))
+            self.log(Event(rank, kind, group.ranks, None, num_bytes, self.clocks[rank]))
             take({each: entries[each][1] for each in group.ranks})
 
         handle = Handle(self, f"{kind} of the ranks {[*group.ranks]}",

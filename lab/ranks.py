@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lab.launch import ROOT
 from lab.program import Program, StepModules
+from lab.stop import Stop
 from lab.thread_ranks import World
 from lab.watch import Watch
 
@@ -58,18 +59,20 @@ class Result(NamedTuple):
 
 
 class threads:  # noqa: N801  it reads as the function that it is
-    """So many ranks of this process. `world` runs them, a new World by default."""
+    """So many ranks of this process. `world` runs them, a new World by default. They stand where `stop` says."""
 
     kind = "threads"
 
-    def __init__(self, size: int, world: World | None = None):
-        self.size, self.world = size, world or World(size)
+    def __init__(self, size: int, world: World | None = None, stop: Stop | None = None):
+        self.size, self.world, self.stop = size, world or World(size), stop
 
     def run(self, program: Program, watches: list[Watch], prepare: Callable | None, timeout: float) -> Result:
         modules = [program.load() for _ in range(self.size)]
 
         def main(rank: int) -> list[str]:
             own = modules[rank]
+            if self.stop:
+                self.stop.begin(rank)
             own.train.load_samples = random_samples
             if prepare:
                 prepare(own, rank)
@@ -118,7 +121,12 @@ def run(program: Program, ranks, watches: Sequence[Watch] = (), prepare: Callabl
             raise ValueError(f"{watch.name} can't watch {ranks.kind}: choose {' or '.join(watch.places)}")
         for other in watch.apart.keys() & {*names}:
             raise ValueError(f"{watch.name} and {other} can't watch together: {watch.apart[other]}. Leave one out")
-    with contextlib.ExitStack() as stack:
-        for watch in watches:
-            stack.enter_context(watch.around(ranks))
-        return ranks.run(program, [*watches], prepare, timeout)
+
+    def once() -> Result:
+        with contextlib.ExitStack() as stack:
+            for watch in watches:
+                stack.enter_context(watch.around(ranks))
+            return ranks.run(program, [*watches], prepare, timeout)
+
+    stop = getattr(ranks, "stop", None)
+    return stop.run(once, program, ranks, watches) if stop else once()

@@ -160,7 +160,7 @@ class World(Collectives):
             raise Violation(f"rank {rank} sends a tensor whose content has not arrived yet: wait for the receive first."
                             f" {place()}")
         self.sends_until[rank] = max(self.sends_until[rank], self.clocks[rank]) + 1
-        self.events.append(Event(rank, "send", group.ranks, peer, tensor.nbytes, self.sends_until[rank]))
+        self.log(Event(rank, "send", group.ranks, peer, tensor.nbytes, self.sends_until[rank]))
         message = Send(rank, tensor, self.sends_until[rank])
         self.sent.append(message)
 
@@ -186,10 +186,10 @@ class World(Collectives):
         def finish() -> None:
             message = receive.message
             message.check_unchanged()
-            tensor.detach().copy_(message.content.view_as(tensor))
             self.receives_until[rank] = max(self.receives_until[rank] + 1, message.arrival)
             self.clocks[rank] = max(self.clocks[rank], self.receives_until[rank])
-            self.events.append(Event(rank, "receive", group.ranks, peer, tensor.nbytes, self.receives_until[rank]))
+            self.log(Event(rank, "receive", group.ranks, peer, tensor.nbytes, self.receives_until[rank]))
+            tensor.detach().copy_(message.content.view_as(tensor))
 
         self.receives[group, peer, rank].append(receive)
         self.match(group, peer, rank)

@@ -1,0 +1,377 @@
+"""Stops in a program on ranks of this process: the ordinary pdb on one of them, while the others stand where they are.
+
+    stop = Stop("pipeline_parallel.py:192", rank=2)
+    run(Program("8", ["--pp_size", 4]), threads(4, stop=stop))
+
+Ranks take turns (baton.py), so while one stands at a prompt no other one goes on, and what it then does is what it
+would have done. `ranks`, `rank N`, `messages` and `back` are added to pdb's own commands. A program always runs alike:
+`back` runs it anew, up to the newest message in which the rank that stands took part.
+"""
+
+import argparse
+import bdb
+import cmd
+import code
+import contextlib
+import copy
+import ctypes
+import functools
+import inspect
+import os
+import pathlib
+import pdb
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+
+from lab.baton import OWN, Violation
+from lab.program import Program
+from lab.rank_collectives import Event
+
+SKIPPED = ("lab", "lab.*", "torch", "torch.*", "contextlib", "functools")  # modules into which `step` does not lead
+STEPPING = "s step n next r return unt until j jump".split()
+SHARED = "breaks aliases commands commands_doprompt commands_silent".split()  # by the debuggers of all ranks
+
+
+class StopError(ValueError):
+    """A stop that can't be made. The message is a sentence."""
+
+
+class Target(NamedTuple):
+    """Just before message `number` of the log, counted from 1; 0: at the first line of `rank`."""
+
+    rank: int
+    number: int
+
+
+class Back(BaseException):
+    """Ends a run, for another one that stops at `target`."""
+
+    def __init__(self, target: Target):
+        self.target = target
+
+
+def describe(event: Event) -> str:
+    if event.peer is None:
+        return f"{event.kind} of the ranks {[*event.group]}, on rank {event.rank}, which sends {event.num_bytes:,} bytes"
+    verb = "sends to" if event.kind == "send" else "receives from"
+    return f"rank {event.rank} {verb} rank {event.peer}, {event.num_bytes:,} bytes"
+
+
+@functools.cache
+def folder_of(path: str) -> pathlib.Path:
+    return pathlib.Path(path).parent
+
+
+def functions(code: types.CodeType, prefix: str) -> Iterator[tuple[str, types.CodeType]]:
+    """All functions in `code`, each with its name, which begins with that of the class in which it is."""
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            name = f"{prefix}.{each.co_name}"
+            if each.co_flags & inspect.CO_NEWLOCALS:  # not the body of a class
+                yield name, each
+            yield from functions(each, name)
+
+
+class Debugger(pdb.Pdb):
+    """The pdb of one rank, in its thread. What is typed is read in the thread of run()."""
+
+    def __init__(self, stop: "Stop", rank: int):
+        super().__init__(stdin=stop.stdin, stdout=stop.stdout, skip=SKIPPED, nosigint=True, readrc=False)
+        self.stop, self.rank, self.looked_at, self.left, self.use_rawinput = stop, rank, rank, None, True
+        for name in SHARED:
+            if hasattr(self, name):
+                setattr(self, name, stop.shared.setdefault(name, getattr(self, name)))
+
+    def begin(self, frame: types.FrameType) -> None:
+        self.reset()
+        self.botframe = frame
+        self.set_continue()
+        sys.settrace(self.trace_dispatch)
+
+    def set_continue(self) -> None:
+        """Without breakpoints this thread is traced, too: another rank may set some."""
+        self._set_stopinfo(self.botframe, None, -1)
+
+    def break_anywhere(self, frame: types.FrameType) -> bool:
+        """All of the program's functions are traced: a breakpoint may be set while they run."""
+        return self.stop.is_of_program(frame) or super().break_anywhere(frame)
+
+    def break_here(self, frame: types.FrameType) -> bool:
+        if self.stop.target:
+            if self.stop.target != (self.rank, 0) or not self.stop.is_of_program(frame):
+                return False
+            self.message(f"back: rank {self.rank} has taken part in no message before. This is its first line:")
+            self.stop.target = None
+            return True
+        return self.stop.is_on(self.rank) and super().break_here(frame)
+
+    def stand(self, frame: types.FrameType) -> None:
+        """Stops at once, in the line that `frame` is at."""
+        self.interaction(frame, None)
+        if sys.version_info < (3, 13):  # what was assigned to local variables; a trace function does so by itself
+            ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), 0)
+        if self.quitting:
+            raise bdb.BdbQuit
+
+    def setup(self, frame: types.FrameType, traceback) -> bool | None:
+        self.looked_at, self.prompt = self.rank, f"(rank {self.rank} of {self.stop.world.size}) "
+        return super().setup(frame, traceback)
+
+    def get_stack(self, frame: types.FrameType, traceback) -> tuple[list, int]:
+        """Without the functions that make the threads take turns."""
+        stack, index = super().get_stack(frame, traceback)
+        kept = [i for i, (each, _) in enumerate(stack) if not is_ours(each)]
+        return [stack[i] for i in kept], sum(i <= index for i in kept) - 1
+
+    def lookupmodule(self, name: str) -> str | None:
+        """The step's folder comes before sys.path, so `b model.py:86` is a line of the step's."""
+        module = name.removesuffix(".py")
+        if self.stop.program.path(module):
+            return self.canonic(self.stop.program.code(module).co_filename)
+        return super().lookupmodule(name)
+
+    def onecmd(self, line: str) -> bool | None:
+        if self.commands_defining and line == "EOF":
+            line = "end"
+        if self.looked_at != self.rank and self.parseline(line)[0] in STEPPING:
+            return self.error(f"rank {self.looked_at} is only looked at: `rank {self.rank}` leads back to the one that "
+                              "stands, which can step")
+        return super().onecmd(line)
+
+    def do_EOF(self, arg: str) -> bool:  # noqa: N802
+        """Where the commands end, the program goes on without stops."""
+        self.message("")
+        self.stop.is_over = True
+        for each in self.stop.debuggers.values():
+            each.set_continue()
+        return True
+
+    def do_ranks(self, arg: str) -> None:
+        """ranks
+        What each rank is doing, where, and what it waits for.
+        """
+        self.message(self.stop.world.picture(self.rank))
+
+    def do_rank(self, arg: str) -> None:
+        """rank N
+        Shows the frames and variables of rank N, for commands such as w, up, down, ll, p. It does not go on by itself.
+        """
+        world = self.stop.world
+        if arg.strip() not in map(str, range(world.size)):
+            return self.error(f"rank needs a number from 0 to {world.size - 1}")
+        if self.looked_at == self.rank:
+            self.left = self.stack, self.curindex
+        rank = int(arg)
+        stack, index = self.left if rank == self.rank else self.get_stack(world.frame(rank), None)
+        if not stack:
+            return self.error(f"rank {rank} {'has ended' if rank in world.done else 'has not begun'}: it has no frames")
+        self.stack, self.looked_at = stack, rank
+        self.prompt = f"(rank {rank} of {world.size}{', to look at' * (rank != self.rank)}) "
+        self._select_frame(index)
+
+    def do_messages(self, arg: str) -> None:
+        """messages
+        All messages so far, in their order.
+        """
+        for number, event in enumerate(self.stop.world.events, 1):
+            self.message(f"{number:4}  {describe(event)}")
+
+    def do_back(self, arg: str) -> None:
+        """back
+        Runs the program anew, and stops on this rank just before the newest message in which it took part.
+        """
+        own = [number for number, event in enumerate(self.stop.world.events, 1) if event.rank == self.rank]
+        raise Back(Target(self.rank, own[-1] if own else 0))
+
+    def do_run(self, arg: str) -> None:
+        """run
+        Is not there: `back` runs the program anew.
+        """
+        self.error("the program can't be started anew here: `back` does so, and stops before the newest message")
+
+    do_restart = do_run
+
+
+def is_ours(frame: types.FrameType) -> bool:
+    path = frame.f_code.co_filename
+    return path.startswith(OWN) or os.path.basename(path) == "threading.py"
+
+
+class Stop:
+    """Where ranks stop: `where` are "FILE:LINE" of the step, names of functions, or "message:N".
+
+    With `rank`, nothing stops but on this one; without, each rank that comes there does. A breakpoint() of the program
+    stops, too. Commands come from `stdin`. run() raises StopError for a place that there is not.
+    """
+
+    def __init__(self, *where: str, rank: int | None = None, stdin=None, stdout=None):
+        self.where, self.rank, self.is_over = where, rank, False
+        self.stdin, self.stdout = stdin or sys.stdin, stdout or sys.stdout
+        self.target: Target | None = None
+        self.debuggers: dict[int, Debugger] = {}
+        self.shared: dict[str, object] = {"breaks": {}}
+        self.breakpoints: dict[str, list[bdb.Breakpoint]] = {}
+        self.numbers: dict[int, bool] = {}  # of messages: whether one has come
+
+    def run(self, once: Callable, program: Program, ranks, watches: Sequence):
+        """What once() returns, which runs the program on the ranks, in the end without `back`."""
+        self.program, self.world = program, ranks.world
+        variables, state = copy.deepcopy([vars(watch) for watch in watches]), torch.get_rng_state()
+        try:
+            self.set_breakpoints(ranks.size)
+            with contextlib.ExitStack() as stack:
+                for module in (cmd, code, pdb):
+                    stack.enter_context(mock.patch.object(module, "input", self.read, create=True))
+                for module, name in ((sys, "breakpointhook"), (pdb, "set_trace")):
+                    stack.enter_context(mock.patch.object(module, name, self.stand_here))
+                while True:
+                    self.world, self.world.before = ranks.world, self.before
+                    try:
+                        return once()
+                    except Back as back:
+                        self.target = back.target
+                    ranks.world = type(ranks.world)(ranks.size)
+                    torch.set_rng_state(state)
+                    for watch, first in zip(watches, variables):
+                        vars(watch).clear()
+                        vars(watch).update(copy.deepcopy(first))
+        finally:
+            for each in [each for each in bdb.Breakpoint.bpbynumber if each and each.file in self.shared["breaks"]]:
+                each.deleteMe()
+
+    def set_breakpoints(self, size: int) -> None:
+        if self.rank is not None and self.rank not in range(size):
+            raise StopError(f"--rank {self.rank}: the ranks are 0 to {size - 1}")
+        for where in self.where:
+            head, _, tail = where.rpartition(":")
+            if head == "message" and tail.isdecimal() and int(tail):
+                self.numbers[int(tail)] = False
+            elif head and tail.isdecimal() and head != "message":
+                self.breakpoints[where] = [self.set_line(head, int(tail))]
+            elif where.replace(".", "_").isidentifier():
+                self.breakpoints[where] = [*self.set_functions(where)]
+            else:
+                raise StopError(f"--stop {where}: write FILE:LINE, the name of a function, or message:N, N from 1 on")
+
+    def set_break(self, path: str, line: int, function: str | None = None) -> bdb.Breakpoint:
+        path = os.path.normcase(os.path.abspath(path))
+        self.shared["breaks"].setdefault(path, []).append(line)
+        return bdb.Breakpoint(path, line, funcname=function)
+
+    def set_line(self, file: str, line: int) -> bdb.Breakpoint:
+        folder = self.program.folders[0].name
+        name = file.removeprefix(f"{folder}/").removesuffix(".py")
+        if not name.isidentifier() or self.program.path(name) is None:
+            raise StopError(f"--stop {file}:{line}: there is no {file} in {folder}, name one of its Python files")
+        code = self.program.code(name)
+        lines = {number for each in (code, *(each for _, each in functions(code, name))) for *_, number in each.co_lines()}
+        lines = sorted(lines - {None, 0})
+        if line not in lines:
+            near = min(lines, key=lambda each: abs(each - line))
+            raise StopError(f"--stop {file}:{line}: there is no code in this line, the nearest is in line {near}")
+        return self.set_break(code.co_filename, line)
+
+    def set_functions(self, name: str) -> list[bdb.Breakpoint]:
+        folder = self.program.folders[0]
+        found = [each for path in sorted(folder.glob("*.py"))
+                 for known, each in functions(self.program.code(path.stem), path.stem) if f".{known}".endswith(f".{name}")]
+        if not found:
+            raise StopError(f"--stop {name}: there is no such function in {folder.name}")
+        return [self.set_break(each.co_filename, each.co_firstlineno, each.co_name) for each in found]
+
+    def begin(self, rank: int) -> None:
+        """Called in each rank's thread, first of all."""
+        self.debuggers[rank] = Debugger(self, rank)
+        self.debuggers[rank].begin(sys._getframe(1))
+
+    def is_of_program(self, frame: types.FrameType) -> bool:
+        return folder_of(frame.f_code.co_filename) in self.program.folders
+
+    def is_on(self, rank: int) -> bool:
+        return not (self.is_over or self.target) and self.rank in (None, rank)
+
+    def before(self, event: Event) -> None:
+        """Called by a rank whose next message, or its part of a collective, this is."""
+        number = len(self.world.events) + 1
+        if self.target == (event.rank, number):
+            self.target, head = None, "back: "
+        elif self.is_on(event.rank) and number in self.numbers:
+            self.numbers[number], head = True, ""
+        else:
+            return
+        frame = sys._getframe(1)
+        while is_ours(frame):
+            frame = frame.f_back
+        debugger = self.debuggers[event.rank]
+        debugger.message(f"{head}just before message {number}: {describe(event)}")
+        debugger.stand(frame)
+
+    def stand_here(self, *args, **kwargs) -> None:
+        """Stands for breakpoint() and pdb.set_trace()."""
+        if (rank := getattr(self.world.local, "rank", None)) is None:
+            sys.__breakpointhook__(*args, **kwargs)
+        elif self.is_on(rank):
+            self.debuggers[rank].stand(sys._getframe(1))
+
+    def read(self, prompt: str = "") -> str:
+        """Stands for input() in pdb, in a rank's thread."""
+        line = self.world.ask(lambda: self.read_line(prompt))
+        if line is None:
+            raise EOFError
+        return line
+
+    def read_line(self, prompt: str) -> str | None:
+        """None at the end. What does not come from a terminal is printed, so that the output reads as a session."""
+        try:
+            with mock.patch.multiple(sys, stdin=self.stdin, stdout=self.stdout):
+                line = input(prompt)
+            if not self.stdin.isatty():
+                print(line, file=self.stdout, flush=True)
+            return line
+        except EOFError:
+            return None
+        except (AttributeError, OSError, RuntimeError, ValueError) as error:
+            raise StopError(f"the commands of the debugger can't be read ({error}): type them in a terminal, or give "
+                            "them by a pipe or a file") from None
+
+    def missed(self) -> str:
+        """What of `where` no rank has come to, as a sentence; empty where there is none, or where commands have ended."""
+        who = "no rank" if self.rank is None else f"rank {self.rank}"
+        names = [name for name, each in self.breakpoints.items() if not any(point.hits for point in each)]
+        names += [f"message:{number} (there are {len(self.world.events)})" for number, came in self.numbers.items()
+                  if not came]
+        return f"{who} came to {', '.join(names)}" * bool(names and not self.is_over)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--stop", action="append", default=[], metavar="WHERE",
+                        help="stop in a debugger: FILE:LINE of the step, the name of a function, or message:N; repeatable")
+    parser.add_argument("--rank", type=int, help="the rank that stops (default: each one that comes there)")
+
+
+def exit_code(main: Callable[[], int], stop: Stop) -> int:
+    """That of main(), which runs a program with `stop`. What ends it early is said in a few words."""
+    def say(error: object, code: int) -> int:
+        print(f"python -m lab: {error}", file=sys.stderr, flush=True)
+        return code
+
+    try:
+        code = main()
+    except StopError as error:
+        return say(error, 2)
+    except Violation as error:
+        return say(error, 1)
+    except bdb.BdbQuit as error:
+        return say(f"ended by `q` on rank {error.rank}", 1)
+    except KeyboardInterrupt:
+        return say("interrupted", 130)
+    except ValueError as error:
+        if type(error).__name__ != "UserError":
+            raise
+        return say(error, 2)
+    return say(f"{missed}", 2) if (missed := stop.missed()) else code
