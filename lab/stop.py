@@ -1,7 +1,6 @@
 """Stops in a program on ranks of this process: the ordinary pdb on one of them, while the others stand where they are.
 
-    stop = Stop("pipeline_parallel.py:192", rank=2)
-    run(Program("8", ["--pp_size", 4]), threads(4, stop=stop))
+    run(Program("8", ["--pp_size", 4]), threads(4, stop=Stop("pipeline_parallel.py:192", rank=2)))
 
 Ranks take turns (baton.py), so while one stands at a prompt no other one goes on, and what it then does is what it
 would have done. `ranks`, `rank N`, `messages` and `back` are added to pdb's own commands. A program always runs alike:
@@ -23,7 +22,6 @@ import pdb
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -41,25 +39,15 @@ class StopError(ValueError):
     """A stop that can't be made. The message is a sentence."""
 
 
-class Target(NamedTuple):
-    """Just before message `number` of the log, counted from 1; 0: at the first line of `rank`."""
-
-    rank: int
-    number: int
-
-
 class Back(BaseException):
-    """Ends a run, for another one that stops at `target`."""
-
-    def __init__(self, target: Target):
-        self.target = target
+    """Ends a run, for another one that stops on this rank just before message N; 0: at its first line."""
 
 
 def describe(event: Event) -> str:
     if event.peer is None:
-        return f"{event.kind} of the ranks {[*event.group]}, on rank {event.rank}, which sends {event.num_bytes:,} bytes"
-    verb = "sends to" if event.kind == "send" else "receives from"
-    return f"rank {event.rank} {verb} rank {event.peer}, {event.num_bytes:,} bytes"
+        return f"rank {event.rank}: {event.kind} of the ranks {[*event.group]}, {event.num_bytes:,} bytes"
+    return f"rank {event.rank}: {event.kind} {'to' if event.kind == 'send' else 'from'} rank {event.peer}, " + (
+        f"{event.num_bytes:,} bytes")
 
 
 @functools.cache
@@ -67,18 +55,22 @@ def folder_of(path: str) -> pathlib.Path:
     return pathlib.Path(path).parent
 
 
-def functions(code: types.CodeType, prefix: str) -> Iterator[tuple[str, types.CodeType]]:
-    """All functions in `code`, each with its name, which begins with that of the class in which it is."""
+def is_own(frame: types.FrameType) -> bool:
+    """Whether it belongs to what makes the threads take turns."""
+    path = frame.f_code.co_filename
+    return path.startswith(OWN) or os.path.basename(path) == "threading.py"
+
+
+def codes_in(code: types.CodeType, name: str) -> Iterator[tuple[str, types.CodeType]]:
+    """A module's code, and that of all classes and functions in it, each with its name after those around it."""
+    yield name, code
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
-            name = f"{prefix}.{each.co_name}"
-            if each.co_flags & inspect.CO_NEWLOCALS:  # not the body of a class
-                yield name, each
-            yield from functions(each, name)
+            yield from codes_in(each, f"{name}.{each.co_name}")
 
 
 class Debugger(pdb.Pdb):
-    """The pdb of one rank, in its thread. What is typed is read in the thread of run()."""
+    """The pdb of one rank, in its thread."""
 
     def __init__(self, stop: "Stop", rank: int):
         super().__init__(stdin=stop.stdin, stdout=stop.stdout, skip=SKIPPED, nosigint=True, readrc=False)
@@ -87,14 +79,8 @@ class Debugger(pdb.Pdb):
             if hasattr(self, name):
                 setattr(self, name, stop.shared.setdefault(name, getattr(self, name)))
 
-    def begin(self, frame: types.FrameType) -> None:
-        self.reset()
-        self.botframe = frame
-        self.set_continue()
-        sys.settrace(self.trace_dispatch)
-
     def set_continue(self) -> None:
-        """Without breakpoints this thread is traced, too: another rank may set some."""
+        """This thread is traced without breakpoints, too: another rank may set some."""
         self._set_stopinfo(self.botframe, None, -1)
 
     def break_anywhere(self, frame: types.FrameType) -> bool:
@@ -102,9 +88,7 @@ class Debugger(pdb.Pdb):
         return self.stop.is_of_program(frame) or super().break_anywhere(frame)
 
     def break_here(self, frame: types.FrameType) -> bool:
-        if self.stop.target:
-            if self.stop.target != (self.rank, 0) or not self.stop.is_of_program(frame):
-                return False
+        if self.stop.target == (self.rank, 0) and self.stop.is_of_program(frame):
             self.message(f"back: rank {self.rank} has taken part in no message before. This is its first line:")
             self.stop.target = None
             return True
@@ -123,25 +107,20 @@ class Debugger(pdb.Pdb):
         return super().setup(frame, traceback)
 
     def get_stack(self, frame: types.FrameType, traceback) -> tuple[list, int]:
-        """Without the functions that make the threads take turns."""
         stack, index = super().get_stack(frame, traceback)
-        kept = [i for i, (each, _) in enumerate(stack) if not is_ours(each)]
+        kept = [i for i, (each, _) in enumerate(stack) if not is_own(each)]
         return [stack[i] for i in kept], sum(i <= index for i in kept) - 1
 
     def lookupmodule(self, name: str) -> str | None:
-        """The step's folder comes before sys.path, so `b model.py:86` is a line of the step's."""
-        module = name.removesuffix(".py")
-        if self.stop.program.path(module):
-            return self.canonic(self.stop.program.code(module).co_filename)
-        return super().lookupmodule(name)
+        """`b model.py:86` is a line of the step's: its folder comes before sys.path."""
+        module, program = name.removesuffix(".py"), self.stop.program
+        return program.code(module).co_filename if program.path(module) else super().lookupmodule(name)
 
     def onecmd(self, line: str) -> bool | None:
-        if self.commands_defining and line == "EOF":
-            line = "end"
         if self.looked_at != self.rank and self.parseline(line)[0] in STEPPING:
             return self.error(f"rank {self.looked_at} is only looked at: `rank {self.rank}` leads back to the one that "
                               "stands, which can step")
-        return super().onecmd(line)
+        return super().onecmd("end" if self.commands_defining and line == "EOF" else line)
 
     def do_EOF(self, arg: str) -> bool:  # noqa: N802
         """Where the commands end, the program goes on without stops."""
@@ -166,10 +145,10 @@ class Debugger(pdb.Pdb):
             return self.error(f"rank needs a number from 0 to {world.size - 1}")
         if self.looked_at == self.rank:
             self.left = self.stack, self.curindex
-        rank = int(arg)
-        stack, index = self.left if rank == self.rank else self.get_stack(world.frame(rank), None)
+        rank, frame = int(arg), world.frame(int(arg))
+        stack, index = self.left if rank == self.rank else self.get_stack(frame, None) if frame else ([], 0)
         if not stack:
-            return self.error(f"rank {rank} {'has ended' if rank in world.done else 'has not begun'}: it has no frames")
+            return self.error(f"rank {rank} {'has not begun' if frame else 'has ended'}: there is nothing to look at")
         self.stack, self.looked_at = stack, rank
         self.prompt = f"(rank {rank} of {world.size}{', to look at' * (rank != self.rank)}) "
         self._select_frame(index)
@@ -186,20 +165,13 @@ class Debugger(pdb.Pdb):
         Runs the program anew, and stops on this rank just before the newest message in which it took part.
         """
         own = [number for number, event in enumerate(self.stop.world.events, 1) if event.rank == self.rank]
-        raise Back(Target(self.rank, own[-1] if own else 0))
+        raise Back(self.rank, own[-1] if own else 0)
 
     def do_run(self, arg: str) -> None:
-        """run
-        Is not there: `back` runs the program anew.
-        """
-        self.error("the program can't be started anew here: `back` does so, and stops before the newest message")
+        """Is not there."""
+        self.error("the program is not started anew here but by `back`")
 
     do_restart = do_run
-
-
-def is_ours(frame: types.FrameType) -> bool:
-    path = frame.f_code.co_filename
-    return path.startswith(OWN) or os.path.basename(path) == "threading.py"
 
 
 class Stop:
@@ -210,18 +182,18 @@ class Stop:
     """
 
     def __init__(self, *where: str, rank: int | None = None, stdin=None, stdout=None):
-        self.where, self.rank, self.is_over = where, rank, False
-        self.stdin, self.stdout = stdin or sys.stdin, stdout or sys.stdout
-        self.target: Target | None = None
-        self.debuggers: dict[int, Debugger] = {}
+        self.where, self.rank, self.is_over, self.target = where, rank, False, None
+        self.stdin, self.stdout, self.debuggers = stdin or sys.stdin, stdout or sys.stdout, {}
         self.shared: dict[str, object] = {"breaks": {}}
         self.breakpoints: dict[str, list[bdb.Breakpoint]] = {}
         self.numbers: dict[int, bool] = {}  # of messages: whether one has come
 
     def run(self, once: Callable, program: Program, ranks, watches: Sequence):
-        """What once() returns, which runs the program on the ranks, in the end without `back`."""
+        """What once() returns, which runs the program on the ranks, and anew after each `back`."""
         self.program, self.world = program, ranks.world
         variables, state = copy.deepcopy([vars(watch) for watch in watches]), torch.get_rng_state()
+        texts = (program.texts.get(path.name) or path.read_text("utf-8") for path in program.folders[0].glob("*.py"))
+        self.is_tracing = bool(self.where) or any("breakpoint()" in text or "set_trace()" in text for text in texts)
         try:
             self.set_breakpoints(ranks.size)
             with contextlib.ExitStack() as stack:
@@ -234,8 +206,7 @@ class Stop:
                     try:
                         return once()
                     except Back as back:
-                        self.target = back.target
-                    ranks.world = type(ranks.world)(ranks.size)
+                        self.target, ranks.world = back.args, type(ranks.world)(ranks.size)
                     torch.set_rng_state(state)
                     for watch, first in zip(watches, variables):
                         vars(watch).clear()
@@ -245,49 +216,49 @@ class Stop:
                 each.deleteMe()
 
     def set_breakpoints(self, size: int) -> None:
-        if self.rank is not None and self.rank not in range(size):
+        if self.rank not in (None, *range(size)):
             raise StopError(f"--rank {self.rank}: the ranks are 0 to {size - 1}")
         for where in self.where:
-            head, _, tail = where.rpartition(":")
-            if head == "message" and tail.isdecimal() and int(tail):
-                self.numbers[int(tail)] = False
-            elif head and tail.isdecimal() and head != "message":
-                self.breakpoints[where] = [self.set_line(head, int(tail))]
-            elif where.replace(".", "_").isidentifier():
-                self.breakpoints[where] = [*self.set_functions(where)]
+            file, _, number = where.rpartition(":")
+            is_number = file != "" and number.isdecimal() and int(number) > 0
+            if is_number and file == "message":
+                self.numbers[int(number)] = False
+            elif is_number or where.replace(".", "_").isidentifier():
+                places = self.line(file, int(number)) if is_number else self.functions(where)
+                self.breakpoints[where] = [bdb.Breakpoint(*place) for place in places]
+                for path, line, *_ in places:
+                    self.shared["breaks"].setdefault(path, []).append(line)
             else:
                 raise StopError(f"--stop {where}: write FILE:LINE, the name of a function, or message:N, N from 1 on")
 
-    def set_break(self, path: str, line: int, function: str | None = None) -> bdb.Breakpoint:
-        path = os.path.normcase(os.path.abspath(path))
-        self.shared["breaks"].setdefault(path, []).append(line)
-        return bdb.Breakpoint(path, line, funcname=function)
-
-    def set_line(self, file: str, line: int) -> bdb.Breakpoint:
+    def line(self, file: str, line: int) -> list[tuple]:
         folder = self.program.folders[0].name
         name = file.removeprefix(f"{folder}/").removesuffix(".py")
         if not name.isidentifier() or self.program.path(name) is None:
             raise StopError(f"--stop {file}:{line}: there is no {file} in {folder}, name one of its Python files")
-        code = self.program.code(name)
-        lines = {number for each in (code, *(each for _, each in functions(code, name))) for *_, number in each.co_lines()}
-        lines = sorted(lines - {None, 0})
+        codes = [each for _, each in codes_in(self.program.code(name), name)]
+        lines = {number for each in codes for *_, number in each.co_lines() if number}
         if line not in lines:
             near = min(lines, key=lambda each: abs(each - line))
             raise StopError(f"--stop {file}:{line}: there is no code in this line, the nearest is in line {near}")
-        return self.set_break(code.co_filename, line)
+        return [(codes[0].co_filename, line)]
 
-    def set_functions(self, name: str) -> list[bdb.Breakpoint]:
-        folder = self.program.folders[0]
-        found = [each for path in sorted(folder.glob("*.py"))
-                 for known, each in functions(self.program.code(path.stem), path.stem) if f".{known}".endswith(f".{name}")]
-        if not found:
-            raise StopError(f"--stop {name}: there is no such function in {folder.name}")
-        return [self.set_break(each.co_filename, each.co_firstlineno, each.co_name) for each in found]
+    def functions(self, name: str) -> list[tuple]:
+        codes = [each for path in sorted(self.program.folders[0].glob("*.py"))
+                 for known, each in codes_in(self.program.code(path.stem), path.stem)
+                 if each.co_flags & inspect.CO_NEWLOCALS and f".{known}".endswith(f".{name}")]  # not a class
+        if not codes:
+            raise StopError(f"--stop {name}: there is no such function in {self.program.folders[0].name}")
+        return [(each.co_filename, each.co_firstlineno, False, None, each.co_name) for each in codes]
 
     def begin(self, rank: int) -> None:
         """Called in each rank's thread, first of all."""
-        self.debuggers[rank] = Debugger(self, rank)
-        self.debuggers[rank].begin(sys._getframe(1))
+        debugger = self.debuggers[rank] = Debugger(self, rank)
+        debugger.reset()
+        debugger.botframe = sys._getframe(1)
+        debugger.set_continue()
+        if self.is_tracing:
+            sys.settrace(debugger.trace_dispatch)
 
     def is_of_program(self, frame: types.FrameType) -> bool:
         return folder_of(frame.f_code.co_filename) in self.program.folders
@@ -297,19 +268,17 @@ class Stop:
 
     def before(self, event: Event) -> None:
         """Called by a rank whose next message, or its part of a collective, this is."""
-        number = len(self.world.events) + 1
-        if self.target == (event.rank, number):
-            self.target, head = None, "back: "
-        elif self.is_on(event.rank) and number in self.numbers:
-            self.numbers[number], head = True, ""
-        else:
-            return
-        frame = sys._getframe(1)
-        while is_ours(frame):
-            frame = frame.f_back
-        debugger = self.debuggers[event.rank]
-        debugger.message(f"{head}just before message {number}: {describe(event)}")
-        debugger.stand(frame)
+        number, frame, debugger = len(self.world.events) + 1, sys._getframe(1), self.debuggers[event.rank]
+        is_back = self.target == (event.rank, number)
+        if is_back or self.is_on(event.rank) and number in self.numbers:
+            if is_back:
+                self.target = None
+            if number in self.numbers:
+                self.numbers[number] = True
+            while is_own(frame):
+                frame = frame.f_back
+            debugger.message(f"{'back: ' * is_back}just before message {number}, {describe(event)}")
+            debugger.stand(frame)
 
     def stand_here(self, *args, **kwargs) -> None:
         """Stands for breakpoint() and pdb.set_trace()."""
@@ -319,59 +288,56 @@ class Stop:
             self.debuggers[rank].stand(sys._getframe(1))
 
     def read(self, prompt: str = "") -> str:
-        """Stands for input() in pdb, in a rank's thread."""
-        line = self.world.ask(lambda: self.read_line(prompt))
-        if line is None:
+        """Stands for input() in pdb. What does not come from a terminal is printed, so the output reads as a session.
+
+        It is read in the thread that called run(), where Ctrl-C arrives.
+        """
+        def read_line() -> str | None:
+            try:
+                with mock.patch.multiple(sys, stdin=self.stdin, stdout=self.stdout):
+                    line = input(prompt)
+                if not self.stdin.isatty():
+                    print(line, file=self.stdout, flush=True)
+                return line
+            except EOFError:
+                return None
+            except (AttributeError, OSError, RuntimeError, ValueError) as error:
+                raise StopError(f"the commands of the debugger can't be read ({error}): type them in a terminal, or "
+                                "give them by a pipe or a file") from None
+
+        if (line := self.world.ask(read_line)) is None:
             raise EOFError
         return line
 
-    def read_line(self, prompt: str) -> str | None:
-        """None at the end. What does not come from a terminal is printed, so that the output reads as a session."""
-        try:
-            with mock.patch.multiple(sys, stdin=self.stdin, stdout=self.stdout):
-                line = input(prompt)
-            if not self.stdin.isatty():
-                print(line, file=self.stdout, flush=True)
-            return line
-        except EOFError:
-            return None
-        except (AttributeError, OSError, RuntimeError, ValueError) as error:
-            raise StopError(f"the commands of the debugger can't be read ({error}): type them in a terminal, or give "
-                            "them by a pipe or a file") from None
-
     def missed(self) -> str:
-        """What of `where` no rank has come to, as a sentence; empty where there is none, or where commands have ended."""
-        who = "no rank" if self.rank is None else f"rank {self.rank}"
-        names = [name for name, each in self.breakpoints.items() if not any(point.hits for point in each)]
-        names += [f"message:{number} (there are {len(self.world.events)})" for number, came in self.numbers.items()
-                  if not came]
+        """What of `where` no rank has come to, as a sentence; empty where there is none, or where commands ended."""
+        who = "no rank ever" if self.rank is None else f"rank {self.rank} never"
+        names = [where for where, each in self.breakpoints.items() if not any(point.hits for point in each)]
+        names += [f"message:{number}, of {len(self.world.events)}" for number, came in self.numbers.items() if not came]
         return f"{who} came to {', '.join(names)}" * bool(names and not self.is_over)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", default=[], metavar="WHERE",
-                        help="stop in a debugger: FILE:LINE of the step, the name of a function, or message:N; repeatable")
-    parser.add_argument("--rank", type=int, help="the rank that stops (default: each one that comes there)")
+                        help="stop in a debugger: FILE:LINE of the step, the name of a function, message:N; repeatable")
+    parser.add_argument("--rank", type=int, help="the only rank that stops (default: each one that comes there)")
 
 
 def exit_code(main: Callable[[], int], stop: Stop) -> int:
     """That of main(), which runs a program with `stop`. What ends it early is said in a few words."""
-    def say(error: object, code: int) -> int:
-        print(f"python -m lab: {error}", file=sys.stderr, flush=True)
-        return code
-
     try:
         code = main()
-    except StopError as error:
-        return say(error, 2)
-    except Violation as error:
-        return say(error, 1)
-    except bdb.BdbQuit as error:
-        return say(f"ended by `q` on rank {error.rank}", 1)
+        error, code = stop.missed(), 2 if stop.missed() else code
+    except (StopError, Violation) as failure:
+        error, code = failure, 2 if isinstance(failure, StopError) else 1
+    except bdb.BdbQuit as failure:
+        error, code = f"ended by `q` on rank {failure.rank}", 1
     except KeyboardInterrupt:
-        return say("interrupted", 130)
-    except ValueError as error:
-        if type(error).__name__ != "UserError":
+        error, code = "interrupted", 130
+    except ValueError as failure:
+        if type(failure).__name__ != "UserError":  # of the step's own utils.py
             raise
-        return say(error, 2)
-    return say(f"{missed}", 2) if (missed := stop.missed()) else code
+        error, code = failure, 2
+    if str(error):
+        print(f"python -m lab: {error}", file=sys.stderr, flush=True)
+    return code
