@@ -16,7 +16,6 @@ import copy
 import ctypes
 import functools
 import inspect
-import os
 import pathlib
 import pdb
 import sys
@@ -26,12 +25,15 @@ from unittest import mock
 
 import torch
 
-from lab.baton import OWN, Violation
+from lab.baton import OWN
 from lab.program import Program
 from lab.rank_collectives import Event
 
 SKIPPED = ("lab", "lab.*", "torch", "torch.*", "contextlib", "functools")  # modules into which `step` does not lead
+QUIET = ("threading", "torch.nn.modules.module")  # as lab itself, not shown in stacks
 STEPPING = "s step n next r return unt until j jump".split()
+ENDS = {"StopError": (2, ""), "UserError": (2, ""), "Violation": (1, ""), "BdbQuit": (1, "ended by `q`"),
+        "KeyboardInterrupt": (130, "interrupted")}  # exit code, and words where the exception has none
 SHARED = "breaks aliases commands commands_doprompt commands_silent".split()  # by the debuggers of all ranks
 
 
@@ -44,21 +46,13 @@ class Back(BaseException):
 
 
 def describe(event: Event) -> str:
-    if event.peer is None:
-        return f"rank {event.rank}: {event.kind} of the ranks {[*event.group]}, {event.num_bytes:,} bytes"
-    return f"rank {event.rank}: {event.kind} {'to' if event.kind == 'send' else 'from'} rank {event.peer}, " + (
-        f"{event.num_bytes:,} bytes")
-
-
-@functools.cache
-def folder_of(path: str) -> pathlib.Path:
-    return pathlib.Path(path).parent
+    other = f"of the ranks {[*event.group]}" if event.peer is None else f"with rank {event.peer}"
+    return f"rank {event.rank}: {event.kind} {other}, {event.num_bytes:,} bytes"
 
 
 def is_own(frame: types.FrameType) -> bool:
-    """Whether it belongs to what makes the threads take turns."""
-    path = frame.f_code.co_filename
-    return path.startswith(OWN) or os.path.basename(path) == "threading.py"
+    """Whether it belongs to what makes threads take turns, or to torch's way into a forward()."""
+    return frame.f_code.co_filename.startswith(OWN) or frame.f_globals.get("__name__") in QUIET
 
 
 def codes_in(code: types.CodeType, name: str) -> Iterator[tuple[str, types.CodeType]]:
@@ -67,6 +61,9 @@ def codes_in(code: types.CodeType, name: str) -> Iterator[tuple[str, types.CodeT
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
             yield from codes_in(each, f"{name}.{each.co_name}")
+
+
+folder_of = functools.cache(lambda path: pathlib.Path(path).parent)
 
 
 class Debugger(pdb.Pdb):
@@ -167,11 +164,7 @@ class Debugger(pdb.Pdb):
         own = [number for number, event in enumerate(self.stop.world.events, 1) if event.rank == self.rank]
         raise Back(self.rank, own[-1] if own else 0)
 
-    def do_run(self, arg: str) -> None:
-        """Is not there."""
-        self.error("the program is not started anew here but by `back`")
-
-    do_restart = do_run
+    do_run = do_restart = do_back
 
 
 class Stop:
@@ -186,7 +179,7 @@ class Stop:
         self.stdin, self.stdout, self.debuggers = stdin or sys.stdin, stdout or sys.stdout, {}
         self.shared: dict[str, object] = {"breaks": {}}
         self.breakpoints: dict[str, list[bdb.Breakpoint]] = {}
-        self.numbers: dict[int, bool] = {}  # of messages: whether one has come
+        self.numbers, self.came = set(), set()  # of messages
 
     def run(self, once: Callable, program: Program, ranks, watches: Sequence):
         """What once() returns, which runs the program on the ranks, and anew after each `back`."""
@@ -219,37 +212,30 @@ class Stop:
         if self.rank not in (None, *range(size)):
             raise StopError(f"--rank {self.rank}: the ranks are 0 to {size - 1}")
         for where in self.where:
-            file, _, number = where.rpartition(":")
-            is_number = file != "" and number.isdecimal() and int(number) > 0
-            if is_number and file == "message":
-                self.numbers[int(number)] = False
-            elif is_number or where.replace(".", "_").isidentifier():
-                places = self.line(file, int(number)) if is_number else self.functions(where)
-                self.breakpoints[where] = [bdb.Breakpoint(*place) for place in places]
-                for path, line, *_ in places:
-                    self.shared["breaks"].setdefault(path, []).append(line)
+            if where.startswith("message:") and where[8:].isdecimal() and int(where[8:]):
+                self.numbers.add(int(where[8:]))
             else:
-                raise StopError(f"--stop {where}: write FILE:LINE, the name of a function, or message:N, N from 1 on")
+                self.breakpoints[where] = [bdb.Breakpoint(*place) for place in self.places(where)]
+                for each in self.breakpoints[where]:
+                    self.shared["breaks"].setdefault(each.file, []).append(each.line)
 
-    def line(self, file: str, line: int) -> list[tuple]:
-        folder = self.program.folders[0].name
-        name = file.removeprefix(f"{folder}/").removesuffix(".py")
-        if not name.isidentifier() or self.program.path(name) is None:
-            raise StopError(f"--stop {file}:{line}: there is no {file} in {folder}, name one of its Python files")
-        codes = [each for _, each in codes_in(self.program.code(name), name)]
-        lines = {number for each in codes for *_, number in each.co_lines() if number}
-        if line not in lines:
-            near = min(lines, key=lambda each: abs(each - line))
-            raise StopError(f"--stop {file}:{line}: there is no code in this line, the nearest is in line {near}")
-        return [(codes[0].co_filename, line)]
-
-    def functions(self, name: str) -> list[tuple]:
-        codes = [each for path in sorted(self.program.folders[0].glob("*.py"))
-                 for known, each in codes_in(self.program.code(path.stem), path.stem)
-                 if each.co_flags & inspect.CO_NEWLOCALS and f".{known}".endswith(f".{name}")]  # not a class
-        if not codes:
-            raise StopError(f"--stop {name}: there is no such function in {self.program.folders[0].name}")
-        return [(each.co_filename, each.co_firstlineno, False, None, each.co_name) for each in codes]
+    def places(self, where: str) -> list[tuple]:
+        """One for a line, one for each function of a name: arguments of bdb.Breakpoint."""
+        folder, (file, _, line) = self.program.folders[0], where.rpartition(":")
+        modules = {path.stem: [*codes_in(self.program.code(path.stem), path.stem)] for path in folder.glob("*.py")}
+        codes = modules.get(file.removeprefix(f"{folder.name}/").removesuffix(".py"))
+        if codes is None or not line.isdecimal():
+            if found := [(each.co_filename, each.co_firstlineno, False, None, each.co_name)
+                         for codes in modules.values() for name, each in codes
+                         if each.co_flags & inspect.CO_NEWLOCALS and f".{name}".endswith(f".{where}")]:  # not a class
+                return found
+            raise StopError(f"--stop {where}: there is no such place in {folder.name}. Write FILE:LINE, the name of a "
+                            "function, or message:N, N from 1 on")
+        lines = {number for _, each in codes for *_, number in each.co_lines() if number}
+        if int(line) not in lines:
+            near = min(lines, key=lambda each: abs(each - int(line)))
+            raise StopError(f"--stop {where}: there is no code in this line, the nearest is in line {near}")
+        return [(codes[0][1].co_filename, int(line))]
 
     def begin(self, rank: int) -> None:
         """Called in each rank's thread, first of all."""
@@ -269,15 +255,11 @@ class Stop:
     def before(self, event: Event) -> None:
         """Called by a rank whose next message, or its part of a collective, this is."""
         number, frame, debugger = len(self.world.events) + 1, sys._getframe(1), self.debuggers[event.rank]
-        is_back = self.target == (event.rank, number)
-        if is_back or self.is_on(event.rank) and number in self.numbers:
-            if is_back:
-                self.target = None
-            if number in self.numbers:
-                self.numbers[number] = True
+        if self.target == (event.rank, number) or self.is_on(event.rank) and number in self.numbers:
             while is_own(frame):
                 frame = frame.f_back
-            debugger.message(f"{'back: ' * is_back}just before message {number}, {describe(event)}")
+            debugger.message(f"{'back: ' if self.target else ''}just before message {number}, {describe(event)}")
+            self.target, self.came = None, self.came | {number}
             debugger.stand(frame)
 
     def stand_here(self, *args, **kwargs) -> None:
@@ -313,7 +295,7 @@ class Stop:
         """What of `where` no rank has come to, as a sentence; empty where there is none, or where commands ended."""
         who = "no rank ever" if self.rank is None else f"rank {self.rank} never"
         names = [where for where, each in self.breakpoints.items() if not any(point.hits for point in each)]
-        names += [f"message:{number}, of {len(self.world.events)}" for number, came in self.numbers.items() if not came]
+        names += [f"message:{number}, of {len(self.world.events)}" for number in sorted(self.numbers - self.came)]
         return f"{who} came to {', '.join(names)}" * bool(names and not self.is_over)
 
 
@@ -326,18 +308,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def exit_code(main: Callable[[], int], stop: Stop) -> int:
     """That of main(), which runs a program with `stop`. What ends it early is said in a few words."""
     try:
-        code = main()
-        error, code = stop.missed(), 2 if stop.missed() else code
-    except (StopError, Violation) as failure:
-        error, code = failure, 2 if isinstance(failure, StopError) else 1
-    except bdb.BdbQuit as failure:
-        error, code = f"ended by `q` on rank {failure.rank}", 1
-    except KeyboardInterrupt:
-        error, code = "interrupted", 130
-    except ValueError as failure:
-        if type(failure).__name__ != "UserError":  # of the step's own utils.py
+        code, error = main(), stop.missed()
+        code = 2 if error else code
+    except (KeyboardInterrupt, Exception) as failure:
+        if type(failure).__name__ not in ENDS:
             raise
-        error, code = failure, 2
-    if str(error):
+        code, words = ENDS[type(failure).__name__]
+        error = words or failure
+    if error:
         print(f"python -m lab: {error}", file=sys.stderr, flush=True)
     return code
