@@ -31,6 +31,10 @@ class Event(NamedTuple):
     num_bytes: int  # that this rank sends; of a receive, those that it receives
     end: int
 
+    def __str__(self) -> str:
+        other = f"of the ranks {[*self.group]}" if self.peer is None else f"with rank {self.peer}"
+        return f"rank {self.rank}: {self.kind} {other}, {self.num_bytes:,} bytes"
+
 
 class Group:
     """Stands for a ProcessGroup. All of its ranks share one."""

@@ -45,11 +45,6 @@ class Back(BaseException):
     """Ends a run, for another one that stops on this rank just before message N; 0: at its first line."""
 
 
-def describe(event: Event) -> str:
-    other = f"of the ranks {[*event.group]}" if event.peer is None else f"with rank {event.peer}"
-    return f"rank {event.rank}: {event.kind} {other}, {event.num_bytes:,} bytes"
-
-
 def is_own(frame: types.FrameType) -> bool:
     """Whether it belongs to what makes threads take turns, or to torch's way into a forward()."""
     return frame.f_code.co_filename.startswith(OWN) or frame.f_globals.get("__name__") in QUIET
@@ -70,11 +65,9 @@ class Debugger(pdb.Pdb):
     """The pdb of one rank, in its thread."""
 
     def __init__(self, stop: "Stop", rank: int):
-        super().__init__(stdin=stop.stdin, stdout=stop.stdout, skip=SKIPPED, nosigint=True, readrc=False)
-        self.stop, self.rank, self.looked_at, self.left, self.use_rawinput = stop, rank, rank, None, True
-        for name in SHARED:
-            if hasattr(self, name):
-                setattr(self, name, stop.shared.setdefault(name, getattr(self, name)))
+        super().__init__(skip=SKIPPED, nosigint=True, readrc=False)
+        self.stop, self.rank, self.looked_at, self.left = stop, rank, rank, None
+        vars(self).update({name: stop.shared.setdefault(name, own) for name, own in vars(self).items() if name in SHARED})
 
     def set_continue(self) -> None:
         """This thread is traced without breakpoints, too: another rank may set some."""
@@ -115,8 +108,7 @@ class Debugger(pdb.Pdb):
 
     def onecmd(self, line: str) -> bool | None:
         if self.looked_at != self.rank and self.parseline(line)[0] in STEPPING:
-            return self.error(f"rank {self.looked_at} is only looked at: `rank {self.rank}` leads back to the one that "
-                              "stands, which can step")
+            return self.error(f"rank {self.looked_at} is only looked at: `rank {self.rank}` leads back to where you can step")
         return super().onecmd("end" if self.commands_defining and line == "EOF" else line)
 
     def do_EOF(self, arg: str) -> bool:  # noqa: N802
@@ -137,15 +129,14 @@ class Debugger(pdb.Pdb):
         """rank N
         Shows the frames and variables of rank N, for commands such as w, up, down, ll, p. It does not go on by itself.
         """
-        world = self.stop.world
-        if arg.strip() not in map(str, range(world.size)):
+        world, numbers = self.stop.world, {str(rank): rank for rank in range(self.stop.world.size)}
+        if (rank := numbers.get(arg.strip())) is None:
             return self.error(f"rank needs a number from 0 to {world.size - 1}")
         if self.looked_at == self.rank:
             self.left = self.stack, self.curindex
-        rank, frame = int(arg), world.frame(int(arg))
-        stack, index = self.left if rank == self.rank else self.get_stack(frame, None) if frame else ([], 0)
+        stack, index = self.left if rank == self.rank else self.get_stack(world.frame(rank), None)
         if not stack:
-            return self.error(f"rank {rank} {'has not begun' if frame else 'has ended'}: there is nothing to look at")
+            return self.error(f"rank {rank} has not begun, or has ended: there is nothing to look at")
         self.stack, self.looked_at = stack, rank
         self.prompt = f"(rank {rank} of {world.size}{', to look at' * (rank != self.rank)}) "
         self._select_frame(index)
@@ -155,7 +146,7 @@ class Debugger(pdb.Pdb):
         All messages so far, in their order.
         """
         for number, event in enumerate(self.stop.world.events, 1):
-            self.message(f"{number:4}  {describe(event)}")
+            self.message(f"{number:4}  {event}")
 
     def do_back(self, arg: str) -> None:
         """back
@@ -174,9 +165,10 @@ class Stop:
     stops, too. Commands come from `stdin`. run() raises StopError for a place that there is not.
     """
 
-    def __init__(self, *where: str, rank: int | None = None, stdin=None, stdout=None):
-        self.where, self.rank, self.is_over, self.target = where, rank, False, None
-        self.stdin, self.stdout, self.debuggers = stdin or sys.stdin, stdout or sys.stdout, {}
+    def __init__(self, *where: str, rank: int | None = None, stdin=None):
+        self.where, self.rank, self.stdin, self.is_over = where, rank, stdin or sys.stdin, False
+        self.target: tuple[int, int] | None = None  # the arguments of the newest Back, until the program is there
+        self.debuggers: dict[int, Debugger] = {}
         self.shared: dict[str, object] = {"breaks": {}}
         self.breakpoints: dict[str, list[bdb.Breakpoint]] = {}
         self.numbers, self.came = set(), set()  # of messages
@@ -187,8 +179,10 @@ class Stop:
         variables, state = copy.deepcopy([vars(watch) for watch in watches]), torch.get_rng_state()
         texts = (program.texts.get(path.name) or path.read_text("utf-8") for path in program.folders[0].glob("*.py"))
         self.is_tracing = bool(self.where) or any("breakpoint()" in text or "set_trace()" in text for text in texts)
+        if self.rank not in (None, *range(ranks.size)):
+            raise StopError(f"--rank {self.rank}: the ranks are 0 to {ranks.size - 1}")
         try:
-            self.set_breakpoints(ranks.size)
+            self.set_breakpoints()
             with contextlib.ExitStack() as stack:
                 for module in (cmd, code, pdb):
                     stack.enter_context(mock.patch.object(module, "input", self.read, create=True))
@@ -202,15 +196,12 @@ class Stop:
                         self.target, ranks.world = back.args, type(ranks.world)(ranks.size)
                     torch.set_rng_state(state)
                     for watch, first in zip(watches, variables):
-                        vars(watch).clear()
                         vars(watch).update(copy.deepcopy(first))
         finally:
             for each in [each for each in bdb.Breakpoint.bpbynumber if each and each.file in self.shared["breaks"]]:
                 each.deleteMe()
 
-    def set_breakpoints(self, size: int) -> None:
-        if self.rank not in (None, *range(size)):
-            raise StopError(f"--rank {self.rank}: the ranks are 0 to {size - 1}")
+    def set_breakpoints(self) -> None:
         for where in self.where:
             if where.startswith("message:") and where[8:].isdecimal() and int(where[8:]):
                 self.numbers.add(int(where[8:]))
@@ -234,7 +225,7 @@ class Stop:
         lines = {number for _, each in codes for *_, number in each.co_lines() if number}
         if int(line) not in lines:
             near = min(lines, key=lambda each: abs(each - int(line)))
-            raise StopError(f"--stop {where}: there is no code in this line, the nearest is in line {near}")
+            raise StopError(f"--stop {where}: this line has no code, choose another one, such as {near}")
         return [(codes[0][1].co_filename, int(line))]
 
     def begin(self, rank: int) -> None:
@@ -258,35 +249,28 @@ class Stop:
         if self.target == (event.rank, number) or self.is_on(event.rank) and number in self.numbers:
             while is_own(frame):
                 frame = frame.f_back
-            debugger.message(f"{'back: ' if self.target else ''}just before message {number}, {describe(event)}")
+            debugger.message(f"{'back: ' if self.target else ''}just before message {number}, {event}")
             self.target, self.came = None, self.came | {number}
             debugger.stand(frame)
 
     def stand_here(self, *args, **kwargs) -> None:
         """Stands for breakpoint() and pdb.set_trace()."""
-        if (rank := getattr(self.world.local, "rank", None)) is None:
-            sys.__breakpointhook__(*args, **kwargs)
-        elif self.is_on(rank):
-            self.debuggers[rank].stand(sys._getframe(1))
+        if self.is_on(self.world.rank):
+            self.debuggers[self.world.rank].stand(sys._getframe(1))
 
     def read(self, prompt: str = "") -> str:
-        """Stands for input() in pdb. What does not come from a terminal is printed, so the output reads as a session.
-
-        It is read in the thread that called run(), where Ctrl-C arrives.
-        """
+        """Stands for input() in pdb. What does not come from a terminal is printed: the output reads as a session."""
         def read_line() -> str | None:
             try:
-                with mock.patch.multiple(sys, stdin=self.stdin, stdout=self.stdout):
+                with mock.patch.object(sys, "stdin", self.stdin):
                     line = input(prompt)
                 if not self.stdin.isatty():
-                    print(line, file=self.stdout, flush=True)
+                    print(line, flush=True)
                 return line
             except EOFError:
                 return None
             except (AttributeError, OSError, RuntimeError, ValueError) as error:
-                raise StopError(f"the commands of the debugger can't be read ({error}): type them in a terminal, or "
-                                "give them by a pipe or a file") from None
-
+                raise StopError(f"can't read commands ({error}): type them, or give them by a pipe or a file") from None
         if (line := self.world.ask(read_line)) is None:
             raise EOFError
         return line
@@ -295,7 +279,8 @@ class Stop:
         """What of `where` no rank has come to, as a sentence; empty where there is none, or where commands ended."""
         who = "no rank ever" if self.rank is None else f"rank {self.rank} never"
         names = [where for where, each in self.breakpoints.items() if not any(point.hits for point in each)]
-        names += [f"message:{number}, of {len(self.world.events)}" for number in sorted(self.numbers - self.came)]
+        numbers = self.numbers - self.came | {*(self.target or ())[1:]}  # of messages; changed variables are forgotten
+        names += [f"message:{number}, of {len(self.world.events)}" for number in sorted(numbers)]
         return f"{who} came to {', '.join(names)}" * bool(names and not self.is_over)
 
 
@@ -315,6 +300,5 @@ def exit_code(main: Callable[[], int], stop: Stop) -> int:
             raise
         code, words = ENDS[type(failure).__name__]
         error = words or failure
-    if error:
-        print(f"python -m lab: {error}", file=sys.stderr, flush=True)
+    print(f"python -m lab: {error}\n" if error else "", end="", file=sys.stderr, flush=True)
     return code
