@@ -2,9 +2,8 @@
 
     run(Program("8", ["--pp_size", 4]), threads(4, stop=Stop("pipeline_parallel.py:192", rank=2)))
 
-Ranks take turns (baton.py), so while one stands at a prompt no other one goes on, and what it then does is what it
-would have done. `ranks`, `rank N`, `messages` and `back` are added to pdb's own commands. A program always runs alike:
-`back` runs it anew, up to the newest message in which the rank that stands took part.
+Ranks take turns (baton.py), so while one stands at a prompt no other one goes on, and all do then what they would have
+done. pdb has more commands here: `ranks`, `rank N`, `messages`, and `back`, which runs the program anew.
 """
 
 import argparse
@@ -16,7 +15,7 @@ import copy
 import ctypes
 import functools
 import inspect
-import pathlib
+import os
 import pdb
 import sys
 import types
@@ -29,12 +28,12 @@ from lab.baton import OWN
 from lab.program import Program
 from lab.rank_collectives import Event
 
-SKIPPED = ("lab", "lab.*", "torch", "torch.*", "contextlib", "functools")  # modules into which `step` does not lead
+SKIPPED = {"lab", "torch", "contextlib", "functools"}  # packages and modules into which `step` does not lead
 QUIET = ("threading", "torch.nn.modules.module")  # as lab itself, not shown in stacks
 STEPPING = "s step n next r return unt until j jump".split()
 ENDS = {"StopError": (2, ""), "UserError": (2, ""), "Violation": (1, ""), "BdbQuit": (1, "ended by `q`"),
         "KeyboardInterrupt": (130, "interrupted")}  # exit code, and words where the exception has none
-SHARED = "breaks aliases commands commands_doprompt commands_silent".split()  # by the debuggers of all ranks
+SHARED = {"breaks", "aliases", "commands", "commands_doprompt", "commands_silent"}  # by the debuggers of all ranks
 
 
 class StopError(ValueError):
@@ -42,7 +41,7 @@ class StopError(ValueError):
 
 
 class Back(BaseException):
-    """Ends a run, for another one that stops on this rank just before message N; 0: at its first line."""
+    """Back(rank, N) ends a run, for another one that stops just before message N; 0: at the first line of the rank."""
 
 
 def is_own(frame: types.FrameType) -> bool:
@@ -58,7 +57,7 @@ def codes_in(code: types.CodeType, name: str) -> Iterator[tuple[str, types.CodeT
             yield from codes_in(each, f"{name}.{each.co_name}")
 
 
-folder_of = functools.cache(lambda path: pathlib.Path(path).parent)
+folder_of = functools.cache(os.path.dirname)  # each call of any function asks for it
 
 
 class Debugger(pdb.Pdb):
@@ -67,7 +66,10 @@ class Debugger(pdb.Pdb):
     def __init__(self, stop: "Stop", rank: int):
         super().__init__(skip=SKIPPED, nosigint=True, readrc=False)
         self.stop, self.rank, self.looked_at, self.left = stop, rank, rank, None
-        vars(self).update({name: stop.shared.setdefault(name, own) for name, own in vars(self).items() if name in SHARED})
+        vars(self).update({name: stop.shared.setdefault(name, vars(self)[name]) for name in SHARED & vars(self).keys()})
+
+    def is_skipped_module(self, module_name: str | None) -> bool:
+        return (module_name or "").partition(".")[0] in SKIPPED
 
     def set_continue(self) -> None:
         """This thread is traced without breakpoints, too: another rank may set some."""
@@ -108,7 +110,7 @@ class Debugger(pdb.Pdb):
 
     def onecmd(self, line: str) -> bool | None:
         if self.looked_at != self.rank and self.parseline(line)[0] in STEPPING:
-            return self.error(f"rank {self.looked_at} is only looked at: `rank {self.rank}` leads back to where you can step")
+            return self.error(f"rank {self.looked_at} is only looked at: `rank {self.rank}` leads back to yours")
         return super().onecmd("end" if self.commands_defining and line == "EOF" else line)
 
     def do_EOF(self, arg: str) -> bool:  # noqa: N802
@@ -175,14 +177,20 @@ class Stop:
 
     def run(self, once: Callable, program: Program, ranks, watches: Sequence):
         """What once() returns, which runs the program on the ranks, and anew after each `back`."""
-        self.program, self.world = program, ranks.world
+        self.program, self.folders, self.world = program, {*map(str, program.folders)}, ranks.world
         variables, state = copy.deepcopy([vars(watch) for watch in watches]), torch.get_rng_state()
         texts = (program.texts.get(path.name) or path.read_text("utf-8") for path in program.folders[0].glob("*.py"))
         self.is_tracing = bool(self.where) or any("breakpoint()" in text or "set_trace()" in text for text in texts)
         if self.rank not in (None, *range(ranks.size)):
             raise StopError(f"--rank {self.rank}: the ranks are 0 to {ranks.size - 1}")
         try:
-            self.set_breakpoints()
+            for where in self.where:
+                if where.startswith("message:") and where[8:].isdecimal() and int(where[8:]):
+                    self.numbers.add(int(where[8:]))
+                else:
+                    self.breakpoints[where] = [bdb.Breakpoint(*place) for place in self.places(where)]
+                    for each in self.breakpoints[where]:
+                        self.shared["breaks"].setdefault(each.file, []).append(each.line)
             with contextlib.ExitStack() as stack:
                 for module in (cmd, code, pdb):
                     stack.enter_context(mock.patch.object(module, "input", self.read, create=True))
@@ -201,17 +209,8 @@ class Stop:
             for each in [each for each in bdb.Breakpoint.bpbynumber if each and each.file in self.shared["breaks"]]:
                 each.deleteMe()
 
-    def set_breakpoints(self) -> None:
-        for where in self.where:
-            if where.startswith("message:") and where[8:].isdecimal() and int(where[8:]):
-                self.numbers.add(int(where[8:]))
-            else:
-                self.breakpoints[where] = [bdb.Breakpoint(*place) for place in self.places(where)]
-                for each in self.breakpoints[where]:
-                    self.shared["breaks"].setdefault(each.file, []).append(each.line)
-
     def places(self, where: str) -> list[tuple]:
-        """One for a line, one for each function of a name: arguments of bdb.Breakpoint."""
+        """Arguments of bdb.Breakpoint, for a line, or for each function of a name."""
         folder, (file, _, line) = self.program.folders[0], where.rpartition(":")
         modules = {path.stem: [*codes_in(self.program.code(path.stem), path.stem)] for path in folder.glob("*.py")}
         codes = modules.get(file.removeprefix(f"{folder.name}/").removesuffix(".py"))
@@ -220,16 +219,14 @@ class Stop:
                          for codes in modules.values() for name, each in codes
                          if each.co_flags & inspect.CO_NEWLOCALS and f".{name}".endswith(f".{where}")]:  # not a class
                 return found
-            raise StopError(f"--stop {where}: there is no such place in {folder.name}. Write FILE:LINE, the name of a "
-                            "function, or message:N, N from 1 on")
+            raise StopError(f"--stop {where}: not in {folder.name}. Write FILE:LINE, the name of a function, or message:N")
         lines = {number for _, each in codes for *_, number in each.co_lines() if number}
         if int(line) not in lines:
             near = min(lines, key=lambda each: abs(each - int(line)))
             raise StopError(f"--stop {where}: this line has no code, choose another one, such as {near}")
         return [(codes[0][1].co_filename, int(line))]
 
-    def begin(self, rank: int) -> None:
-        """Called in each rank's thread, first of all."""
+    def begin(self, rank: int) -> None:  # in the thread of this rank, first of all
         debugger = self.debuggers[rank] = Debugger(self, rank)
         debugger.reset()
         debugger.botframe = sys._getframe(1)
@@ -238,16 +235,16 @@ class Stop:
             sys.settrace(debugger.trace_dispatch)
 
     def is_of_program(self, frame: types.FrameType) -> bool:
-        return folder_of(frame.f_code.co_filename) in self.program.folders
+        return folder_of(frame.f_code.co_filename) in self.folders
 
     def is_on(self, rank: int) -> bool:
-        return not (self.is_over or self.target) and self.rank in (None, rank)
+        return not self.is_over and self.target is None and self.rank in (None, rank)
 
     def before(self, event: Event) -> None:
         """Called by a rank whose next message, or its part of a collective, this is."""
         number, frame, debugger = len(self.world.events) + 1, sys._getframe(1), self.debuggers[event.rank]
         if self.target == (event.rank, number) or self.is_on(event.rank) and number in self.numbers:
-            while is_own(frame):
+            while is_own(frame):  # to the program's line
                 frame = frame.f_back
             debugger.message(f"{'back: ' if self.target else ''}just before message {number}, {event}")
             self.target, self.came = None, self.came | {number}
@@ -255,8 +252,8 @@ class Stop:
 
     def stand_here(self, *args, **kwargs) -> None:
         """Stands for breakpoint() and pdb.set_trace()."""
-        if self.is_on(self.world.rank):
-            self.debuggers[self.world.rank].stand(sys._getframe(1))
+        if self.is_on(rank := self.world.rank):
+            self.debuggers[rank].stand(sys._getframe(1))
 
     def read(self, prompt: str = "") -> str:
         """Stands for input() in pdb. What does not come from a terminal is printed: the output reads as a session."""
@@ -264,8 +261,7 @@ class Stop:
             try:
                 with mock.patch.object(sys, "stdin", self.stdin):
                     line = input(prompt)
-                if not self.stdin.isatty():
-                    print(line, flush=True)
+                print(end="" if self.stdin.isatty() else f"{line}\n", flush=True)
                 return line
             except EOFError:
                 return None
