@@ -219,7 +219,7 @@ class Stop:
                          for codes in modules.values() for name, each in codes
                          if each.co_flags & inspect.CO_NEWLOCALS and f".{name}".endswith(f".{where}")]:  # not a class
                 return found
-            raise StopError(f"--stop {where}: not in {folder.name}. Write FILE:LINE, the name of a function, or message:N")
+            raise StopError(f"--stop {where}: not in {folder.name}. Write FILE:LINE, a function's name, or message:N")
         lines = {number for _, each in codes for *_, number in each.co_lines() if number}
         if int(line) not in lines:
             near = min(lines, key=lambda each: abs(each - int(line)))

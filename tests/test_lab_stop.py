@@ -28,15 +28,15 @@ def session(capsys):
 
 def test_the_first_backward_of_1f1b(session):
     result, events, output = session(
-        "ranks; p x.shape; x = None; rank 3; p buffer.shape; n; up; p action; back; c; p x.shape; b 192, False; ll; "
+        "ranks; p x.shape; x = None; rank 3; p buffer.shape; n; up; p action; back; c; p x.shape; b 190, False; ll; "
         "import math; !y = 3; p y, math.pi; interact; print(y + 1)", "backward_microbatch", rank=2)
     unstopped, same_events, _ = session("")
     assert result.rows[0]["loss"] == unstopped.rows[0]["loss"] and events == same_events
     assert "  rank 2                stands\n" in output and "  rank 3 --> rank 2     receive from rank 2" in output
     assert output.count("\ntorch.Size([1, 16, 128])\n") == 3  # `back` has undone `x = None`
     assert "(rank 3 of 4, to look at) n\n*** rank 3 is only looked at: `rank 2` leads back to yours\n" in output
-    assert "Action(kind='F', microbatch=2)\n" in output and "to look at) back\nback: just before message 55, rank 2: " in output
-    assert "192 B" in output and "\n(3, 3.14159265" in output and "\n>>> print(y + 1)\n4\n" in output
+    assert "microbatch=2)\n" in output and "to look at) back\nback: just before message 55, rank 2: " in output
+    assert "190 B" in output and "\n(3, 3.14159265" in output and "\n>>> print(y + 1)\n4\n" in output
 
 
 def test_back_goes_back_to_the_first_line_and_breakpoints_stay(session):
@@ -73,7 +73,7 @@ def test_the_time_limit_does_not_run_while_one_stands_still():
 @pytest.mark.parametrize("where, words", [
     ("train.py:3", "--stop train.py:3: this line has no code, choose another one, such as 1"),
     ("train.py:9999", "has no code"), ("nothing.py:3", "--stop nothing.py:3: not in step8_"),
-    ("PipelineParallel", "the name of a function"), ("message:0", "Write FILE:LINE"),
+    ("PipelineParallel", "a function's name"), ("message:0", "Write FILE:LINE"),
     ("train.py:150", "can't read commands (pytest: reading from stdin while output is captured"),
     ("message:9999", "no rank ever came to message:9999, of "), ("afab", "no rank ever came to afab")])
 def test_one_sentence_for_a_stop_that_can_not_be(capsys, where, words):
