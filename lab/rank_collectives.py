@@ -32,8 +32,9 @@ class Event(NamedTuple):
     end: int
 
     def __str__(self) -> str:
-        other = f"of the ranks {[*self.group]}" if self.peer is None else f"with rank {self.peer}"
-        return f"rank {self.rank}: {self.kind} {other}, {self.num_bytes:,} bytes"
+        other = f"of the ranks {[*self.group]}" if self.peer is None else f"rank {self.peer}"
+        word = {"send": "to ", "receive": "from "}.get(self.kind, "")
+        return f"rank {self.rank}: {self.kind} {word}{other}, {self.num_bytes:,} bytes"
 
 
 class Group:

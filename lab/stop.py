@@ -64,7 +64,8 @@ class Debugger(pdb.Pdb):
     """The pdb of one rank, in its thread."""
 
     def __init__(self, stop: "Stop", rank: int):
-        super().__init__(skip=SKIPPED, nosigint=True, readrc=False)
+        by_thread = {"backend": "settrace"} if sys.version_info >= (3, 14) else {}  # before, there is no other one
+        super().__init__(skip=SKIPPED, nosigint=True, readrc=False, **by_thread)
         self.stop, self.rank, self.looked_at, self.left = stop, rank, rank, None
         vars(self).update({name: stop.shared.setdefault(name, vars(self)[name]) for name in SHARED & vars(self).keys()})
 
@@ -76,7 +77,7 @@ class Debugger(pdb.Pdb):
         self._set_stopinfo(self.botframe, None, -1)
 
     def break_anywhere(self, frame: types.FrameType) -> bool:
-        """All of the program's functions are traced: a breakpoint may be set while they run."""
+        """All functions of the program are traced: a breakpoint may be set while they run."""
         return self.stop.is_of_program(frame) or super().break_anywhere(frame)
 
     def break_here(self, frame: types.FrameType) -> bool:
@@ -103,8 +104,7 @@ class Debugger(pdb.Pdb):
         kept = [i for i, (each, _) in enumerate(stack) if not is_own(each)]
         return [stack[i] for i in kept], sum(i <= index for i in kept) - 1
 
-    def lookupmodule(self, name: str) -> str | None:
-        """`b model.py:86` is a line of the step's: its folder comes before sys.path."""
+    def lookupmodule(self, name: str) -> str | None:  # the step's folder comes before sys.path
         module, program = name.removesuffix(".py"), self.stop.program
         return program.code(module).co_filename if program.path(module) else super().lookupmodule(name)
 
