@@ -28,7 +28,6 @@ from lab.baton import OWN
 from lab.program import Program
 from lab.rank_collectives import Event
 
-SKIPPED = {"lab", "torch", "contextlib", "functools"}  # packages and modules into which `step` does not lead
 QUIET = ("threading", "torch.nn.modules.module")  # as lab itself, not shown in stacks
 STEPPING = "s step n next r return unt until j jump".split()
 ENDS = {"StopError": (2, ""), "UserError": (2, ""), "Violation": (1, ""), "BdbQuit": (1, "ended by `q`"),
@@ -65,12 +64,13 @@ class Debugger(pdb.Pdb):
 
     def __init__(self, stop: "Stop", rank: int):
         by_thread = {"backend": "settrace"} if sys.version_info >= (3, 14) else {}  # before, there is no other one
-        super().__init__(skip=SKIPPED, nosigint=True, readrc=False, **by_thread)
+        super().__init__(nosigint=True, readrc=False, **by_thread)
         self.stop, self.rank, self.looked_at, self.left = stop, rank, rank, None
         vars(self).update({name: stop.shared.setdefault(name, vars(self)[name]) for name in SHARED & vars(self).keys()})
 
-    def is_skipped_module(self, module_name: str | None) -> bool:
-        return (module_name or "").partition(".")[0] in SKIPPED
+    def stop_here(self, frame: types.FrameType) -> bool:
+        """`step` leads into functions of the program only."""
+        return (frame is self.stopframe or self.stop.is_of_program(frame)) and super().stop_here(frame)
 
     def set_continue(self) -> None:
         """This thread is traced without breakpoints, too: another rank may set some."""
