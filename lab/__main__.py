@@ -8,7 +8,6 @@ Flags that are not the laboratory's own are those of the step's train.py.
 import argparse
 import sys
 
-from lab import stop
 from lab.launch import Help
 from lab.program import Edit, Program
 
@@ -19,7 +18,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("step", help="a step of the course, from 2 on")
     parser.add_argument("--edit", nargs=3, action="append", default=[], metavar=("FILE", "OLD", "NEW"),
                         help="replaces the text OLD, which FILE of the step contains once, by NEW; repeatable")
-    stop.add_flags(parser)
+    parser.add_argument("--stop", action="append", default=[], metavar="WHERE",
+                        help="stop in a debugger: FILE:LINE of the step, the name of a function, message:N; repeatable")
+    parser.add_argument("--rank", type=int, help="the only rank that stops (default: each one that comes there)")
     return parser
 
 
@@ -32,20 +33,21 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     from lab.flags import sizes  # and with it torch
     from lab.ranks import run, threads
+    from lab.stop import Stop, exit_code
     from lab.watch.messages import Messages
 
     found, messages = sizes(flags), Messages()
     size = found.dp_size * found.pp_size * found.cp_size * found.tp_size
     print(f"step {args.step} on {size} ranks", flush=True)
-    where = stop.Stop(*args.stop, rank=args.rank)
+    stop = Stop(*args.stop, rank=args.rank)
 
     def look() -> int:
-        result = run(program, threads(size, stop=where), [messages])
+        result = run(program, threads(size, stop=stop), [messages])
         print(*messages.events, sep="\n")
         print(f"loss {result.rows[0]['loss']:.6f}")
         return 0
 
-    return stop.exit_code(look, where)
+    return exit_code(look, stop)
 
 
 if __name__ == "__main__":

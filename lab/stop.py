@@ -6,7 +6,6 @@ Ranks take turns (baton.py), so while one stands at a prompt no other one goes o
 done. pdb has more commands here: `ranks`, `rank N`, `messages`, and `back`, which runs the program anew.
 """
 
-import argparse
 import bdb
 import cmd
 import code
@@ -278,12 +277,6 @@ class Stop:
         numbers = self.numbers - self.came | {*(self.target or ())[1:]}  # of messages; changed variables are forgotten
         names += [f"message:{number}, of {len(self.world.events)}" for number in sorted(numbers)]
         return f"{who} came to {', '.join(names)}" * bool(names and not self.is_over)
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--stop", action="append", default=[], metavar="WHERE",
-                        help="stop in a debugger: FILE:LINE of the step, the name of a function, message:N; repeatable")
-    parser.add_argument("--rank", type=int, help="the only rank that stops (default: each one that comes there)")
 
 
 def exit_code(main: Callable[[], int], stop: Stop) -> int:
