@@ -47,6 +47,11 @@ def is_own(frame: types.FrameType) -> bool:
     return frame.f_code.co_filename.startswith(OWN) or frame.f_globals.get("__name__") in QUIET
 
 
+def outside(frame: types.FrameType | None) -> types.FrameType | None:
+    """The innermost one from here that is not our own, None where there is none."""
+    return outside(frame.f_back) if frame and is_own(frame) else frame
+
+
 def codes_in(code: types.CodeType, name: str) -> Iterator[tuple[str, types.CodeType]]:
     """A module's code, and that of all classes and functions in it, each with its name after those around it."""
     yield name, code
@@ -100,7 +105,7 @@ class Debugger(pdb.Pdb):
 
     def get_stack(self, frame: types.FrameType, traceback) -> tuple[list, int]:
         stack, index = super().get_stack(frame, traceback)
-        kept = [i for i, (each, _) in enumerate(stack) if not is_own(each)]
+        kept = [i for i, (each, _) in enumerate(stack) if each is frame or not is_own(each)]
         return [stack[i] for i in kept], sum(i <= index for i in kept) - 1
 
     def lookupmodule(self, name: str) -> str | None:  # the step's folder comes before sys.path
@@ -135,7 +140,7 @@ class Debugger(pdb.Pdb):
             return self.error(f"rank needs a number from 0 to {world.size - 1}")
         if self.looked_at == self.rank:
             self.left = self.stack, self.curindex
-        stack, index = self.left if rank == self.rank else self.get_stack(world.frame(rank), None)
+        stack, index = self.left if rank == self.rank else self.get_stack(outside(world.frame(rank)), None)
         if not stack:
             return self.error(f"rank {rank} has not begun, or has ended: there is nothing to look at")
         self.stack, self.looked_at = stack, rank
@@ -241,13 +246,11 @@ class Stop:
 
     def before(self, event: Event) -> None:
         """Called by a rank whose next message, or its part of a collective, this is."""
-        number, frame, debugger = len(self.world.events) + 1, sys._getframe(1), self.debuggers[event.rank]
+        number, debugger = len(self.world.events) + 1, self.debuggers[event.rank]
         if self.target == (event.rank, number) or self.is_on(event.rank) and number in self.numbers:
-            while is_own(frame):  # to the program's line
-                frame = frame.f_back
             debugger.message(f"{'back: ' if self.target else ''}just before message {number}, {event}")
             self.target, self.came = None, self.came | {number}
-            debugger.stand(frame)
+            debugger.stand(outside(sys._getframe(1)))
 
     def stand_here(self, *args, **kwargs) -> None:
         """Stands for breakpoint() and pdb.set_trace()."""
