@@ -15,9 +15,9 @@ import importlib
 MODULES = {  # public name -> its module, which is imported when the name is first used: most of them import torch
     "Allocated": "watch.kept", "DryRun": "watch.dry_run", "Edit": "program", "Kept": "watch.kept",
     "Memory": "watch.held", "Messages": "watch.messages", "Numbers": "watch.numbers", "Program": "program",
-    "Result": "results", "SameNumbers": "watch.numbers", "Schedule": "watch.actions", "Types": "watch.typed_steps",
-    "Waits": "watch.waits", "WholeNumbers": "watch.numbers", "alone": "rank_alone", "compare": "results",
-    "look": "one_step", "processes": "ranks", "run": "ranks", "threads": "ranks"}
+    "Result": "results", "SameNumbers": "watch.numbers", "Schedule": "watch.actions", "Stop": "stop",
+    "Types": "watch.typed_steps", "Waits": "watch.waits", "WholeNumbers": "watch.numbers", "alone": "rank_alone",
+    "compare": "results", "look": "one_step", "processes": "ranks", "run": "ranks", "threads": "ranks"}
 __all__ = [*MODULES]
 
 

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lab.launch import ROOT, fork, metrics
 from lab.program import Program
 from lab.results import Result
+from lab.stop import Stop
 from lab.thread_ranks import World
 from lab.watch import Watch
 
@@ -53,18 +54,20 @@ def random_samples(dataset_name, model_name, seq_len: int, vocab_size: int, num_
 
 
 class threads:  # noqa: N801  it reads as the function that it is
-    """So many ranks of this process. `world` runs them, a new World by default."""
+    """So many ranks of this process. `world` runs them, a new World by default. They stand where `stop` says."""
 
     kind = "threads"
 
-    def __init__(self, size: int, world: World | None = None):
-        self.size, self.world = size, world or World(size)
+    def __init__(self, size: int, world: World | None = None, stop: Stop | None = None):
+        self.size, self.world, self.stop = size, world or World(size), stop
 
     def run(self, program: Program, watches: list[Watch], prepare: Callable | None, timeout: float) -> Result:
         modules = [program.load() for _ in range(self.size)]
 
         def main(rank: int) -> list[str]:
             own = modules[rank]
+            if self.stop:
+                self.stop.begin(rank)
             for watch in watches:
                 watch.begin(own, rank)
             own.train.load_samples = random_samples
@@ -133,10 +136,15 @@ def run(program: Program, ranks, watches: Sequence[Watch] = (), prepare: Callabl
     Raises what a rank raises, SystemExit among it for a flag that train.py refuses, and ValueError as check() does.
     """
     check(ranks, watches)
-    with contextlib.ExitStack() as stack:
-        for watch in watches if ranks.kind != "processes" else ():  # there, each process does it
-            stack.enter_context(watch.around(ranks))
-        return ranks.run(program, [*watches], prepare, timeout)
+
+    def once() -> Result:
+        with contextlib.ExitStack() as stack:
+            for watch in watches if ranks.kind != "processes" else ():  # there, each process does it
+                stack.enter_context(watch.around(ranks))
+            return ranks.run(program, [*watches], prepare, timeout)
+
+    stop = getattr(ranks, "stop", None)
+    return stop.run(once, program, ranks, watches) if stop else once()
 
 
 def check(ranks, watches: Sequence[Watch]) -> None:
