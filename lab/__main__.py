@@ -18,6 +18,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("step", help="a step of the course, from 2 on")
     parser.add_argument("--edit", nargs=3, action="append", default=[], metavar=("FILE", "OLD", "NEW"),
                         help="replaces the text OLD, which FILE of the step contains once, by NEW; repeatable")
+    parser.add_argument("--watch", default="messages,schedule", help="what to watch, of messages, schedule, numbers")
+    parser.add_argument("--picture", metavar="FILE", help="draws the ranks' work over time into this .svg or .png")
     return parser
 
 
@@ -25,19 +27,34 @@ def main(argv: list[str] | None = None) -> int:
     args, flags = make_parser().parse_known_args(argv)
     try:
         program = Program(args.step, flags, [Edit(*each) for each in args.edit])
-    except ValueError as error:
-        print(f"python -m lab: {error}", file=sys.stderr)
-        return 2
-    from lab.flags import sizes  # and with it torch
-    from lab.ranks import run, threads
-    from lab.watch.messages import Messages
+        print(f"step {args.step}, {program.folders[0].name}: importing torch", flush=True)
+        return show(args, program)
+    except Exception as error:
+        if type(error).__name__ == "Violation":
+            print(error)
+            return 1
+        if type(error).__name__ == "UserError" or isinstance(error, ValueError) and not hasattr(error, "rank"):
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        raise
 
-    found, messages = sizes(flags), Messages()
-    size = found.dp_size * found.pp_size * found.cp_size * found.tp_size
-    print(f"step {args.step} on {size} ranks", flush=True)
-    result = run(program, threads(size), [messages])
-    print(*messages.events, sep="\n")
-    print(f"loss {result.rows[0]['loss']:.6f}")
+
+def show(args: argparse.Namespace, program: Program) -> int:
+    """Runs the step, and before it the unchanged one if there are edits, and prints what was watched."""
+    from lab.results import look  # and with it torch
+
+    watch, unchanged = args.watch.split(","), None
+    if args.edit:
+        print(program.diff())
+        unchanged = look(args.step, program.flags, watch=watch, say=lambda text: print(f"unchanged: {text}", flush=True))
+        print(f"unchanged: {str(unchanged).splitlines()[-1]}", flush=True)
+    result = look(args.step, program.flags, program.edits, watch, lambda text: print(text, flush=True))
+    print(result)
+    if args.picture:
+        result.picture(args.picture)
+        print(f"picture: {args.picture}")
+    if unchanged:
+        print(result.beside(unchanged))
     return 0
 
 

@@ -3,6 +3,7 @@
 What they have in common with messages is here, too: the log, the groups and the clocks of thread_ranks.py.
 """
 
+import itertools
 import math
 import pickle
 from collections import defaultdict
@@ -16,6 +17,7 @@ from lab.baton import Baton, Handle, Violation, place
 
 COMBINE = {str(op): function for op, function in (
     (dist.ReduceOp.SUM, torch.add), (dist.ReduceOp.MAX, torch.maximum), (dist.ReduceOp.MIN, torch.minimum))}
+NO_MESSAGE = -1  # the number of what needs none: a collective of one rank, a new group
 
 
 class Event(NamedTuple):
@@ -30,6 +32,11 @@ class Event(NamedTuple):
     peer: int | None  # global rank
     num_bytes: int  # that this rank sends; of a receive, those that it receives
     end: int
+    shape: tuple[int, ...] = ()  # of the tensor; of an all-to-all's rows
+    dtype: str = ""
+    number: int = NO_MESSAGE  # of the message or collective, in order of their first rank's call
+    posted: int = 0  # the moments at which this rank began and ended it, on the world's count of moments
+    done: int = 0
 
 
 class Group:
@@ -43,6 +50,12 @@ class Group:
 
     def rank(self) -> int:
         return self.ranks.index(self.world.rank) if self.world.rank in self.ranks else -1
+
+
+def described(signature: tuple) -> tuple[tuple[int, ...], str]:
+    """The shape and dtype that end the signature of a collective of tensors."""
+    *_, shape, dtype = ((), "", *signature) if len(signature) > 1 else ((), "")
+    return tuple(shape), str(dtype).removeprefix("torch.")
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -59,6 +72,8 @@ class Collectives(Baton):
         self.everyone = Group(self, tuple(range(size)))
         self.counts: dict[tuple, int] = defaultdict(int)  # (rank, group) -> collectives that it has had
         self.collectives: dict[tuple, dict[int, tuple]] = defaultdict(dict)  # (group, number) -> what each rank gave
+        self.moments, self.numbers = itertools.count(), itertools.count()  # what happens; messages and collectives
+        self.number_of: dict[tuple, int] = {}  # that of a collective in `collectives`
 
     def group(self, group: Group | None) -> Group:
         """The group to communicate in, all ranks where it is None."""
@@ -76,7 +91,10 @@ class Collectives(Baton):
         """This rank's next collective of the group. take(what all ranks gave) is called when all have come to it."""
         group, rank = self.group(group), self.rank
         self.counts[rank, group] += 1
-        entries = self.collectives[group, self.counts[rank, group]]
+        entries, key = self.collectives[group, self.counts[rank, group]], (group, self.counts[rank, group])
+        if not entries:
+            self.number_of[key] = next(self.numbers) if group.size() > 1 and kind != "new_group" else NO_MESSAGE
+        posted, *tensor = next(self.moments), *described(signature)
         entries[rank] = (kind, *signature), given, place(), self.clocks[rank]
         (other, (first, *_)) = next(iter(entries.items()))
         if first != (kind, *signature):
@@ -86,7 +104,8 @@ class Collectives(Baton):
 
         def finish() -> None:
             self.clocks[rank] = max(self.clocks[rank], max(entry[3] for entry in entries.values()) + rounds)
-            self.events.append(Event(rank, kind, group.ranks, None, num_bytes, self.clocks[rank]))
+            self.events.append(Event(rank, kind, group.ranks, None, num_bytes, self.clocks[rank], *tensor,
+                                     self.number_of[key], posted, next(self.moments)))
             take({each: entries[each][1] for each in group.ranks})
 
         handle = Handle(self, f"{kind} of the ranks {[*group.ranks]}",

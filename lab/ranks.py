@@ -56,6 +56,32 @@ class Result(NamedTuple):
     world: World
     watches: list[Watch]
 
+    def watch(self, name: str) -> Watch | None:
+        """The watch of this class, None where it was not installed."""
+        return next((watch for watch in self.watches if type(watch).__name__ == name), None)
+
+    def picture(self, path: str | pathlib.Path) -> None:
+        """Draws what a Schedule has watched, as .svg or .png."""
+        from lab.picture import save
+
+        save(self, path)
+
+    def beside(self, other: "Result") -> str:
+        """The first differences from another result."""
+        from lab.results import compare
+
+        return compare(self, other)
+
+    def __str__(self) -> str:
+        from lab.results import text
+
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        from lab.results import as_html
+
+        return as_html(self)
+
 
 class threads:  # noqa: N801  it reads as the function that it is
     """So many ranks of this process. `world` runs them, a new World by default."""
@@ -109,16 +135,20 @@ def run(program: Program, ranks, watches: Sequence[Watch] = (), prepare: Callabl
         timeout: float = 60) -> Result:
     """Runs train.py of the program. prepare(modules, rank) is called on each rank before main().
 
-    Raises what a rank raises, SystemExit among it for a flag that train.py refuses, and ValueError for watches that
-    make no sense on these ranks, or not together.
+    Raises what a rank raises, SystemExit among it for a flag that train.py refuses, and ValueError as check() does.
     """
+    check(ranks, watches)
+    with contextlib.ExitStack() as stack:
+        for watch in watches:
+            stack.enter_context(watch.around(ranks))
+        return ranks.run(program, [*watches], prepare, timeout)
+
+
+def check(ranks, watches: Sequence[Watch]) -> None:
+    """Raises ValueError for watches that make no sense on these ranks, or not together."""
     names = [watch.name for watch in watches]
     for watch in watches:
         if ranks.kind not in watch.places:
             raise ValueError(f"{watch.name} can't watch {ranks.kind}: choose {' or '.join(watch.places)}")
         for other in watch.apart.keys() & {*names}:
             raise ValueError(f"{watch.name} and {other} can't watch together: {watch.apart[other]}. Leave one out")
-    with contextlib.ExitStack() as stack:
-        for watch in watches:
-            stack.enter_context(watch.around(ranks))
-        return ranks.run(program, [*watches], prepare, timeout)

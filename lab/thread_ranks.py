@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from lab.baton import Handle, Violation, place
-from lab.rank_collectives import Collectives, Event, Group, same_bits
+from lab.rank_collectives import Collectives, Event, Group, described, same_bits
 
 INTEGER_POISON = 99  # what a tensor of integers holds until its message is there
 
@@ -160,8 +160,10 @@ class World(Collectives):
             raise Violation(f"rank {rank} sends a tensor whose content has not arrived yet: wait for the receive first."
                             f" {place()}")
         self.sends_until[rank] = max(self.sends_until[rank], self.clocks[rank]) + 1
-        self.events.append(Event(rank, "send", group.ranks, peer, tensor.nbytes, self.sends_until[rank]))
         message = Send(rank, tensor, self.sends_until[rank])
+        message.details = *described((tensor.shape, tensor.dtype)), next(self.numbers)
+        self.events.append(Event(rank, "send", group.ranks, peer, tensor.nbytes, self.sends_until[rank],
+                                 *message.details, *[next(self.moments)] * 2))
         self.sent.append(message)
 
         def finish() -> None:
@@ -180,7 +182,7 @@ class World(Collectives):
               group_src: int | None = None) -> Handle:
         group, rank = self.group(group), self.rank
         peer = self.peer("receive from", src, group, group_src, tensor, tag)
-        receive = Receive(tensor)
+        receive, posted = Receive(tensor), next(self.moments)
         tensor.detach().fill_(torch.nan if tensor.is_floating_point() else INTEGER_POISON)
 
         def finish() -> None:
@@ -189,7 +191,8 @@ class World(Collectives):
             tensor.detach().copy_(message.content.view_as(tensor))
             self.receives_until[rank] = max(self.receives_until[rank] + 1, message.arrival)
             self.clocks[rank] = max(self.clocks[rank], self.receives_until[rank])
-            self.events.append(Event(rank, "receive", group.ranks, peer, tensor.nbytes, self.receives_until[rank]))
+            self.events.append(Event(rank, "receive", group.ranks, peer, tensor.nbytes, self.receives_until[rank],
+                                     *message.details, posted, next(self.moments)))
 
         self.receives[group, peer, rank].append(receive)
         self.match(group, peer, rank)

@@ -18,12 +18,9 @@ from typing import NamedTuple
 sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
 
 from lab.launch import writing
+from lab.picture import COLOURS, GROUND, INK
 
 COMPUTE = ("forward", "backward", "weight gradients")
-COLOURS = {"forward": "#4477aa", "backward": "#228833", "weight gradients": "#ccbb44", "all-reduce": "#ee7733",
-           "wait": "#aa3377", "optimizer": "#777777", "reduce-scatter": "#ee7733", "all-gather": "#66ccee",
-           "bubble": "#e3e3e0", "transfer": "#66ccee"}
-GROUND, INK = "#fcfcfa", "#222222"
 HEIGHT = 0.72  # of a block; rows are 1 apart
 
 

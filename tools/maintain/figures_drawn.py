@@ -8,7 +8,7 @@ import matplotlib.patches as patches
 from matplotlib.figure import Figure
 
 from lab.launch import modules_of
-from timeline_picture import GROUND, INK
+from lab.picture import GROUND, INK
 
 FAINT = "#8a8a8a"
 RANKS = ["#4477aa", "#ee6677", "#228833", "#ccbb44"]  # a colour for each rank's data

@@ -5,8 +5,9 @@ import statistics
 
 from matplotlib.patches import Patch
 
+from lab.picture import COLOURS
 from maintain.figures_drawn import INK, canvas
-from timeline_picture import COLOURS, COMPUTE, Span, bubble_of, computed, draw_compute, read_trace, seconds_of
+from timeline_picture import COMPUTE, Span, bubble_of, computed, draw_compute, read_trace, seconds_of
 
 SCHEDULES = {"afab": "all forward, all backward (AFAB)", "1f1b": "one forward, one backward (1F1B)",
              "zb": "zero bubble", "interleaved": "interleaved 1F1B, two chunks per rank",
