@@ -1,7 +1,7 @@
 """Runs a step's train.py on the CPU, one thread a rank, and reads what it leaves.
 
 launch() starts it as its reader does, with torchrun; fork() in processes that need not import anything first, one job
-after the other; start_fork() several jobs at the same time.
+after the other; start_fork() and start() several jobs at the same time.
 """
 
 import argparse
@@ -155,19 +155,23 @@ def fork(step: int | str, num_processes: int, *args, timeout: float = 180, check
     return finished(argv, code, stdout, stderr, check)
 
 
-def start_fork(*args, **kwargs) -> concurrent.futures.Future:
-    """What fork() with these arguments will return, as a future: such jobs run at the same time, as far as SLOTS go."""
+def start(function, *args, **kwargs) -> concurrent.futures.Future:
+    """What function(*args, **kwargs) will return, which forks, as a future: such jobs run at the same time, as far as
+    SLOTS go."""
     fork_server()  # one for all of them
     future: concurrent.futures.Future = concurrent.futures.Future()
 
     def run() -> None:
         try:
-            future.set_result(fork(*args, **kwargs))
+            future.set_result(function(*args, **kwargs))
         except BaseException as error:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+start_fork = functools.partial(start, fork)
 
 
 def metrics(log_dir, run_name: str = "default_run") -> list[dict]:

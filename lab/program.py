@@ -38,14 +38,18 @@ def compile_file(path: pathlib.Path) -> types.CodeType:
 
 
 class Program:
-    """The modules in `folders`, by default those of step `step`, with the flags of its train.py.
+    """The modules in `folders`, by default those of step `step`, with the flags of its train.py. A path instead of a
+    step is that of another script, which has a main(), too.
 
     `edits` change the text of its files, and the code in `changed` takes the place of a whole module's. Raises
     ValueError for a step that there is not, and where a file does not contain the text of an edit exactly once.
     """
 
-    def __init__(self, step: int | str, flags: Sequence = (), edits: Sequence[Edit] = (),
+    def __init__(self, step: int | str | pathlib.Path, flags: Sequence = (), edits: Sequence[Edit] = (),
                  changed: dict[str, types.CodeType] | None = None, folders: tuple[pathlib.Path, ...] = ()):
+        self.main = "train.py"
+        if isinstance(step, pathlib.Path):
+            self.main, folders, step = step.name, (step.parent,), ""
         if not folders and str(step) not in STEPS:
             raise ValueError(f"there is no step {step}: choose one of {', '.join(sorted(STEPS, key=int))}")
         self.step, self.flags, self.edits = str(step), [*map(str, flags)], [*edits]
@@ -80,10 +84,15 @@ class Program:
 
     def path(self, name: str) -> pathlib.Path | None:
         """The file of the module `name`, None where there is no such module."""
-        return next((path for folder in self.folders if (path := folder / f"{name}.py").is_file()), None)
+        file = self.main if name == "train" else f"{name}.py"
+        return next((path for folder in self.folders if (path := folder / file).is_file()), None)
 
     def code(self, name: str) -> types.CodeType:
         return self.changed.get(name) or compile_file(self.path(name))
+
+    def script(self, folder: pathlib.Path) -> pathlib.Path:
+        """The path of its train.py: where there are edits, of a copy in `folder`."""
+        return self.copy(folder) if self.texts else self.folders[0] / self.main
 
     def copy(self, folder: pathlib.Path) -> pathlib.Path:
         """Writes a copy of the step with the edits into `folder`, and returns the path of its train.py."""
@@ -91,7 +100,7 @@ class Program:
         shutil.copytree(self.folders[0], target, ignore=shutil.ignore_patterns("__pycache__"))
         for file, text in self.texts.items():
             (target / file).write_text(text, encoding="utf-8")
-        return target / "train.py"
+        return target / self.main
 
     def diff(self) -> str:
         """What the edits change."""

@@ -3,13 +3,16 @@
     messages, numbers = Messages(), Numbers()
     result = run(Program("8", ["--pp_size", 4]), threads(4), [messages, numbers])
 
-threads(n) are ranks of this process, which take turns (thread_ranks.py). They train on random samples and a small
-model, in float64; flags of the program come after SMALL, so they override it.
+threads(n) are ranks of this process, which take turns (thread_ranks.py), and train on random samples. processes(n) are
+processes that communicate over gloo, and read the corpus. Both train a small model, in float64; flags of the program
+come after SMALL, so they override it.
 """
 
+import argparse
 import contextlib
 import json
 import pathlib
+import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +22,7 @@ from unittest import mock
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from lab.launch import ROOT
+from lab.launch import ROOT, fork, metrics
 from lab.program import Program, StepModules
 from lab.thread_ranks import World
 from lab.watch import Watch
@@ -53,7 +56,7 @@ def random_samples(dataset_name, model_name, seq_len: int, vocab_size: int, num_
 class Result(NamedTuple):
     rows: list[dict]  # metrics.jsonl: one for each optimizer step
     modules: list[StepModules]  # by rank
-    world: World
+    world: World | None
     watches: list[Watch]
 
     def watch(self, name: str) -> Watch | None:
@@ -96,11 +99,11 @@ class threads:  # noqa: N801  it reads as the function that it is
 
         def main(rank: int) -> list[str]:
             own = modules[rank]
+            for watch in watches:
+                watch.begin(own, rank)
             own.train.load_samples = random_samples
             if prepare:
                 prepare(own, rank)
-            for watch in watches:
-                watch.begin(own, rank)
             own.train.main()
             for watch in watches:
                 watch.end(own, rank)
@@ -111,6 +114,35 @@ class threads:  # noqa: N801  it reads as the function that it is
                 sys, "argv", ["train.py", *SMALL, *program.flags, "--log_dir", folder, "--run_name", "run"]):
             rows = self.world.run(main, timeout)
         return Result([json.loads(line) for line in sum(rows or [], [])], modules, self.world, watches)
+
+
+class processes:  # noqa: N801
+    """So many processes, forked from one that has imported torch and `modules` (lab/launch.py). Where the program is
+    not a step's train.py, its flags are all that it gets."""
+
+    kind = "processes"
+
+    def __init__(self, size: int, modules: Sequence[str] = ()):
+        self.size, self.modules = size, modules
+
+    def run(self, program: Program, watches: list[Watch], prepare: Callable | None, timeout: float) -> Result:
+        places = argparse.ArgumentParser(allow_abbrev=False)
+        places.add_argument("--log_dir")
+        places.add_argument("--run_name", default="default_run")
+        with tempfile.TemporaryDirectory() as folder:
+            flags = [*SMALL, "--log_dir", folder, *program.flags] if program.step else program.flags
+            with open(pathlib.Path(folder, "watches"), "wb") as file:
+                pickle.dump([str(ROOT), *sys.path], file)
+                pickle.dump((self, watches, prepare), file)
+            fork(program.step, self.size, folder, program.script(pathlib.Path(folder)), *flags, modules=self.modules,
+                 script=ROOT / "lab" / "rank_process.py", timeout=3 * timeout)  # they have to start, and share cores
+            for rank in range(self.size):
+                found = torch.load(pathlib.Path(folder, f"rank{rank}.pt"), weights_only=False)
+                for watch, findings in zip(watches, found):
+                    for name, finding in findings.items():
+                        getattr(watch, name)[rank] = finding
+            place = places.parse_known_args(flags)[0]
+            return Result(metrics(place.log_dir, place.run_name) if place.log_dir else [], [], None, watches)
 
 
 @contextlib.contextmanager
@@ -139,7 +171,7 @@ def run(program: Program, ranks, watches: Sequence[Watch] = (), prepare: Callabl
     """
     check(ranks, watches)
     with contextlib.ExitStack() as stack:
-        for watch in watches:
+        for watch in watches if ranks.kind != "processes" else ():  # there, each process does it
             stack.enter_context(watch.around(ranks))
         return ranks.run(program, [*watches], prepare, timeout)
 

@@ -11,9 +11,9 @@ import functools
 
 import pytest
 import torch
-from support.recordings import (
-    NUM_LAYERS, Case, Run, assemble, assert_same_math, read_run, record, train_flags_here, train_here,
-)
+from lab.launch import start
+from lab.ranks import processes, threads
+from support.recordings import NUM_LAYERS, Case, Run, assemble, assert_same_math, record, train_here
 
 CASES = [  # each idea of a step once
     Case(4, tp=4, accumulation=2, variant="vocab1022", max_grad_norm=0),
@@ -95,7 +95,7 @@ def test_topology_equals_one_process(case, alone, models):
     Case(16, dp=2, ep=2, pp=2, accumulation=2, num_experts=4, engine="zb", balance_bias=0.01)], ids=str)
 def test_evaluations_change_nothing(case, models):
     """To the last bit. Experts are counted in training alone."""
-    never, always = (train_flags_here(case.step, case.num_processes, [*case.flags(models), "--eval_every", every]).rows
+    never, always = (record(case.step, [*case.flags(models), "--eval_every", every], threads(case.num_processes)).rows
                      for every in (0, 1))
     for row, evaluated in zip(never, always, strict=True):
         del evaluated["validation_loss"]
@@ -107,16 +107,15 @@ def test_evaluations_change_nothing(case, models):
 def runs(selected, models):
     """case -> the future of its run in processes. The runs of all selected cases start together."""
     cases = selected("bfloat16")
-    return {case: record(models / str(case), case.step, case.num_processes, case.flags(models))
+    return {case: start(record, case.step, case.flags(models), processes(case.num_processes))
             for case in dict.fromkeys([*(case.baseline for case in cases), *cases])}
 
 
 @pytest.mark.parametrize("bfloat16", [*BFLOAT16[:3], *(pytest.param(case, marks=pytest.mark.slow)
                                                       for case in BFLOAT16[3:])], ids=str)
-def test_bfloat16_is_near(bfloat16, runs, models):
+def test_bfloat16_is_near(bfloat16, runs):
     """assemble() compares the copies of each parameter, which differ in the end if any all-reduce differed once."""
-    runs[bfloat16.baseline].result(), runs[bfloat16].result()
-    one, many = (read_run(models / str(case)) for case in (bfloat16.baseline, bfloat16))
+    one, many = (runs[case].result() for case in (bfloat16.baseline, bfloat16))
     assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one.rows, many.rows, strict=True)) < OFF
     gradients = assemble(many.ranks, "grads")
     for name, expected in one.ranks[0]["grads"].items():

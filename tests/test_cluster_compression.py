@@ -7,8 +7,9 @@ import types
 
 import pytest
 import torch
-from lab.launch import ROOT, losses, modules_of
-from support.recordings import load, record
+from lab.launch import ROOT, modules_of, start
+from lab.ranks import processes
+from support.recordings import record
 
 SCRIPT = ROOT / "cluster" / "train_distributed.py"
 SHAPES = [(2, 3, 7), (3, 1024), (5, 1)]
@@ -32,7 +33,7 @@ def wire():
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """recorded(name): the folder of what the run leaves. All runs are started together."""
+    """recorded(name): the Run. All runs are started together."""
     folder = tmp_path_factory.mktemp("wire")
     shutil.copytree(ROOT / "assets" / "tiny_llama", folder / "model_tied")
     config = json.loads((folder / "model_tied" / "config.json").read_text())
@@ -40,13 +41,8 @@ def recorded(tmp_path_factory):
     futures, model = {}, ["--model_name", folder / "model_tied"]
     for name, (ranks, flags) in RUNS.items():
         folders = ["--log_dir", folder / name, "--checkpoint_dir", folder / name / "checkpoints"]
-        futures[name] = record(folder / name, 9, ranks, [*COMMON, *flags, *model, *folders], SCRIPT)
-
-    def recorded(name: str):
-        futures[name].result()
-        return folder / name
-
-    return recorded
+        futures[name] = start(record, SCRIPT, [*COMMON, *flags, *model, *folders], processes(ranks))
+    return lambda name: futures[name].result()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -85,7 +81,7 @@ def test_what_is_not_finite_stays_so(wire, bad):
 
 def test_losses_stay_near_those_in_full_precision(recorded):
     """At least so far apart as well: else nothing was rounded."""
-    full, rounded = losses(recorded("unlike")), losses(recorded("unlike-int8"))
+    full, rounded = ([row["loss"] for row in recorded(name).rows] for name in ("unlike", "unlike-int8"))
     off = max(abs(a - b) for a, b in zip(full, rounded))
     assert len(rounded) == STEPS_TRAINED and 1e-4 < off < 0.03, off
     assert rounded[-1] < rounded[0] - 0.3
@@ -93,9 +89,9 @@ def test_losses_stay_near_those_in_full_precision(recorded):
 
 def test_gradients_alone_are_rounded(recorded):
     """The first loss has the same bits. Each gradient is off by a part of the largest number of its row."""
-    full, rounded = load(recorded("unlike")), load(recorded("gradients-int8"))
-    assert losses(recorded("gradients-int8"))[0] == losses(recorded("unlike"))[0]
-    for expected, found in zip(full, rounded, strict=True):
+    full, rounded = recorded("unlike"), recorded("gradients-int8")
+    assert full.rows[0]["loss"] == rounded.rows[0]["loss"]
+    for expected, found in zip(full.ranks, rounded.ranks, strict=True):
         for key, exact in expected["grads"].items():
             off = (found["grads"][key] - exact).abs().max() / exact.abs().max()
             assert 1e-3 < off < 0.1, (key, off)
@@ -104,7 +100,7 @@ def test_gradients_alone_are_rounded(recorded):
 def test_copies_of_a_parameter_keep_the_same_bits(recorded):
     """Those in the two pipelines, and at both ends of one: what all have summed is what all have decoded."""
     copies: dict = {}
-    for rank in load(recorded("unlike-int8")):
+    for rank in recorded("unlike-int8").ranks:
         for key, tensor in rank["final"].items():
             copies.setdefault(key.replace("final_proj", "embedding"), []).append((tensor, rank["grads"][key]))
     assert len(copies) > 30

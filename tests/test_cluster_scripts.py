@@ -46,8 +46,7 @@ def trained(tmp_path_factory):
     (folder / "corpus").mkdir()
     for i in range(4):
         (folder / "corpus" / f"{i}.txt").write_text(f"{i}. {TEXT[i:]}")
-    jobs = {(name, ranks): start_fork(9, ranks, folder / f"{name}{ranks}", CLUSTER / f"{name}.py", *flags, modules=QWEN,
-                                      script=ROOT / "tests" / "support" / "record.py")
+    jobs = {(name, ranks): start_fork(9, ranks, *flags, modules=QWEN, script=CLUSTER / f"{name}.py")
             for ranks in (3, 1) for name, flags in flags_of(folder, ranks).items()}
     for (_, ranks), job in jobs.items():
         stdout = job.result().stdout  # waits for its end

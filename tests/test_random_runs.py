@@ -18,10 +18,11 @@ import shutil
 import pytest
 import torch
 from lab.launch import fork_server, start_fork
+from lab.ranks import threads
 from maintain.processes import eventually, left_behind
 from support import random_runs
 from support.checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, write_corpus, write_model
-from support.recordings import assert_same_math, train_flags_here
+from support.recordings import assert_same_math, record
 
 SEEDS = max(12, int(os.environ.get("FUZZ", 0)))
 
@@ -62,8 +63,8 @@ def test_a_topology_on_ranks_in_one_process(seed, tmp_path):
     model, step, ranks, flags, alone = random_runs.topology(seed)
     write_model(tmp_path / "model", **model)
     here = ["--model_name", tmp_path / "model", "--num_hidden_layers", model["num_hidden_layers"]]
-    one = train_flags_here(step if step > 15 else 3, 1, [*alone, *here])
-    assert_same_math(one, train_flags_here(step, ranks, [*flags, *here]), len(one.rows))
+    one = record(step if step > 15 else 3, [*alone, *here], threads(1))
+    assert_same_math(one, record(step, [*flags, *here], threads(ranks)), len(one.rows))
 
 
 MISTAKES = {  # flags that follow the others -> what the message names
@@ -83,10 +84,10 @@ def test_compositions_of_the_last_step(count, tmp_path):
         here = ["--model_name", folder, "--num_hidden_layers", model["num_hidden_layers"]]
         mistake, said = chance.choice([*MISTAKES.items()])
         with pytest.raises(ValueError) as error:
-            train_flags_here(step, ranks, [*flags, *here, *mistake])
+            record(step, [*flags, *here, *mistake], threads(ranks))
         assert said in str(error.value) and "\n" not in str(error.value), (seed, mistake, error.value)
-        one = train_flags_here(step, 1, [*alone, *here])
-        assert_same_math(one, train_flags_here(step, ranks, [*flags, *here]), len(one.rows))
+        one = record(step, [*alone, *here], threads(1))
+        assert_same_math(one, record(step, [*flags, *here], threads(ranks)), len(one.rows))
         exact, refused = exact + 1, refused + 1
     print(f"{exact} exact, {refused} refused")
 

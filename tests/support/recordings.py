@@ -1,10 +1,8 @@
 """Recorded runs: train.py of any step in float64 on a small model, and the proof that two runs computed the same.
 
-A run in processes leaves FOLDER/<case>/metrics.jsonl, with its losses, and FOLDER/<case>/rank<r>.pt, see record.py;
-one on ranks in this process leaves no file. Of both, a Run is what its metrics and its ranks have recorded.
+A Run is what its metrics and its ranks have recorded, in processes or on ranks in this one.
 """
 
-import concurrent.futures
 import json
 import pathlib
 import shutil
@@ -12,13 +10,10 @@ from collections import defaultdict
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from lab.launch import ROOT, STEPS, metrics, start_fork
+from lab.launch import ROOT
 from lab.program import Program
 from lab.ranks import run, threads
-from support.record import Recording
-from torch.nn.modules.module import register_module_forward_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from lab.watch.numbers import WholeNumbers
 
 TOLERANCE = 1e-11  # splitting the batch of one process differently moves its losses by 1e-15
 NUM_LAYERS = 5  # unlike numbers of them on two, three and four stages
@@ -103,52 +98,20 @@ def write_models(folder: pathlib.Path) -> None:
         (target / "config.json").write_text(json.dumps({**config, **NARROW, **change}))
 
 
-def record(out: pathlib.Path, step: int, num_processes: int, flags: list, train=None) -> concurrent.futures.Future:
-    """Starts the step's train.py, or the script `train`, which leaves out/rank<r>.pt. The future is done when it is."""
-    script = ROOT / "tests" / "support" / "record.py"
-    return start_fork(step, num_processes, out, train or STEPS[str(step)] / "train.py", *flags, script=script)
-
-
 class Run(NamedTuple):
     rows: list[dict]  # of metrics.jsonl
-    ranks: list[dict]  # what each rank recorded, see record.Recording.result()
+    ranks: list[dict]  # what each rank recorded, see WholeNumbers
+
+
+def record(step, flags: list, ranks) -> Run:
+    """The step's train.py, or that script, with these flags on these ranks."""
+    rows = run(Program(step, flags), ranks, [whole := WholeNumbers()]).rows
+    return Run(rows, [whole.of[rank] for rank in range(ranks.size)])
 
 
 def train_here(case: Case, folder: pathlib.Path) -> Run:
     """The case on ranks in this process, which takes a tenth of the time, on random tokens."""
-    return train_flags_here(case.step, case.num_processes, case.flags(folder))
-
-
-def train_flags_here(step: int, num_ranks: int, flags: list) -> Run:
-    """The step's train.py with these flags on ranks in this process."""
-    recordings, found = [Recording() for _ in range(num_ranks)], [None] * num_ranks
-
-    def prepare(modules, rank: int) -> None:
-        main = modules.train.main
-
-        def main_and_result() -> None:
-            main()
-            found[rank] = recordings[rank].result(modules.process_group_manager.process_group_manager)
-
-        modules.train.main = main_and_result
-
-    hooks = [register_optimizer_step_pre_hook(lambda *args: recordings[dist.get_rank()].snapshot(*args)),
-             register_module_forward_hook(lambda *args: recordings[dist.get_rank()].watch(*args))]
-    try:
-        return Run(run(Program(step, flags), threads(num_ranks), prepare=prepare).rows, found)
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def read_run(out: pathlib.Path) -> Run:
-    return Run(metrics(out.parent, out.name), load(out))
-
-
-def load(out: pathlib.Path) -> list[dict]:
-    """What each rank recorded, in the order of ranks."""
-    paths = sorted(out.glob("rank*.pt"), key=lambda path: int(path.stem.removeprefix("rank")))
-    return [torch.load(path) for path in paths]
+    return record(case.step, case.flags(folder), threads(case.num_processes))
 
 
 def assemble(ranks: list[dict], what: str) -> dict[str, torch.Tensor]:

@@ -27,6 +27,7 @@ from lab.program import Edit, Program, StepModules
 from lab.ranks import run as run_program
 from lab.ranks import threads
 from lab.thread_ranks import Violation
+from lab.watch.numbers import SameNumbers
 from lab.watch.schedule import problem
 from museum.faults import Fault
 
@@ -56,8 +57,7 @@ def source(case: Case) -> Program:
     return Program(case.step, case.flags, case.besides + case.edits)
 
 
-@functools.cache
-def run(case: Case, steps: int = STEPS_RUN, dtype: str = "float64") -> list[int]:
+def train(case: Case, steps: int, watches=(), dtype: str = "float64") -> list[int]:
     """Trains for a few steps. Returns the bytes that each rank has sent. Raises what a rank raises."""
     found = sizes(case.flags)
     tokens = 16 * found.dp_size * found.gradient_accumulation_steps
@@ -65,10 +65,13 @@ def run(case: Case, steps: int = STEPS_RUN, dtype: str = "float64") -> list[int]
     gc.collect()
     gc.freeze()  # what is here already, forget_models() need not look at
     try:
-        world = run_program(source(case).with_flags(flags), threads(case.size)).world
+        world = run_program(source(case).with_flags(flags), threads(case.size), watches).world
     finally:
         forget_models()
     return [world.num_bytes(rank) for rank in range(case.size)]
+
+
+run = functools.cache(train)
 
 
 def forget_models() -> None:
@@ -79,35 +82,8 @@ def forget_models() -> None:
     gc.collect()
 
 
-def recorder(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str,
-             tp_size: int) -> same_numbers.Recorder:
-    """Of a step's training. ZeRO keeps gradients as flat shards, which begin and end inside of a parameter. Each tp
-    rank has the gradient of what all hold whole."""
-    split = {getattr(each, name) for each in model.modules() for name in getattr(each, "tp_dims", ())}
-
-    def summand(param: torch.Tensor) -> torch.Tensor:
-        bucket, full = model.bucket_of[param], param.new_zeros(param.numel())
-        before = sum(bucket.sizes[: bucket.group.rank()]) - param.storage_offset()
-        part = model.gradient(param)
-        full[max(before, 0) :][: len(part)] = part if param in split else part / tp_size
-        return full.view_as(param)
-
-    return same_numbers.Recorder(getattr(model, "module", model), optimizer, folder, steps=STEPS_RECORDED,
-                                 gradient=summand if hasattr(model, "level") else None)
-
-
 def record(case: Case, folder: str) -> None:
-    """Trains with a Recorder, in the places where anybody would put it into train.py."""
-    made = f"find_faults.recorder(model, optimizer, {folder!r}, {sizes(case.flags).tp_size})"
-    edits = [Edit("train.py", "    scheduler = make_scheduler(",
-                  "    from museum import find_faults\n"
-                  f"    optimizer.recorder = {made}\n    scheduler = make_scheduler("),
-             Edit("train.py", "optimizer.step()\n", "optimizer.recorder.step(norm=grad_norm, loss=locals().get("
-                  "'loss', getattr(optimizer, 'loss', None))), optimizer.step()\n")]
-    if int(case.step) >= 12:  # there optimizer.step() is in a function that does not see the loss
-        edits.append(Edit("train.py", "        grad_norm = update_weights(",
-                          "        optimizer.loss = loss\n        grad_norm = update_weights("))
-    run(case._replace(edits=(*case.edits, *edits)), STEPS_RECORDED)
+    train(case, STEPS_RECORDED, [SameNumbers(folder, STEPS_RECORDED)])
 
 
 @functools.cache
@@ -141,7 +117,7 @@ def num_bytes(case: Case) -> Finding:
     shape = Shape(hidden=128, width=352, layers=4, heads=8, kv_heads=4, vocab=1024, tied=tied, head_dim=16)  # of SMALL
     job = Job(shape, 16, m * found.dp_size, 1, "float32", case.size, case.size, *[0] * 4,
               recompute="--recompute" in case.flags, experts=found.num_experts)
-    long, short = (run(case, steps, "float32") for steps in (2, 1))
+    long, short = (run(case, steps, dtype="float32") for steps in (2, 1))
     saw = []
     for rank, (all_bytes, before) in enumerate(zip(long, short)):
         pp_rank = rank // found.tp_size // found.cp_size % found.pp_size
@@ -157,7 +133,7 @@ def num_bytes(case: Case) -> Finding:
 
 def replay(case: Case) -> Finding:
     try:
-        done = run(case)
+        done = run(case, STEPS_RUN)
     except Violation as violation:
         return Finding(True, str(violation))
     return Finding(False, f"{sum(done):,} bytes in {STEPS_RUN} steps, all received, none changed on the way")
