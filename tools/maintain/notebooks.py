@@ -28,7 +28,7 @@ BADGE = re.compile(r"(/assets/notebook\.svg\)\]\()[^)]*?(notebooks/\w+\.ipynb\))
 
 def read(path: pathlib.Path) -> nbformat.NotebookNode:
     """The notebook that a text is, always the same: its cells are named by their place."""
-    notebook = jupytext.read(path)
+    notebook = jupytext.read(path, fmt="md:myst")
     notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"]}
     for i, cell in enumerate(notebook.cells):
         cell.id, cell.metadata = f"cell-{i}", {}
