@@ -1,62 +1,87 @@
 """One optimizer step of a step of the course, on ranks that are threads of this process, to look at, to stop, to change.
 
-    python -m lab 8 --pp_size 4 --gradient_accumulation_steps 8
+    python -m lab 8 --pp_size 4 --gradient_accumulation_steps 8 --picture step8.svg
+    python -m lab 8 --pp_size 4 --edit pipeline_parallel.py "num_stages - stage - 1" "num_stages - stage"
 
-Flags that are not the laboratory's own are those of the step's train.py.
+Flags that are not the laboratory's own are those of the step's train.py: its --help lists them. Without --model_name,
+--seq_len and the like, the model and its samples are small. A changed step runs beside the unchanged one.
 """
 
 import argparse
+import pathlib
+import signal
 import sys
 
 from lab.launch import Help
+from lab.picture import check_place
 from lab.program import Edit, Program
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise ValueError(f"{message} (--help lists the flags)")
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lab", description=__doc__, formatter_class=Help,
-                                     allow_abbrev=False)
+    parser = Parser(prog="python -m lab", description=__doc__, formatter_class=Help, allow_abbrev=False)
     parser.add_argument("step", help="a step of the course, from 2 on")
+    parser.add_argument("--watch", default="messages,schedule", type=lambda names: names.split(","),
+                        help="what to watch, such as messages,numbers (default: messages,schedule)")
+    parser.add_argument("--picture", metavar="FILE", type=pathlib.Path,
+                        help="draws what the ranks do over time into this .svg or .png")
     parser.add_argument("--edit", nargs=3, action="append", default=[], metavar=("FILE", "OLD", "NEW"),
                         help="replaces the text OLD, which FILE of the step contains once, by NEW; repeatable")
-    parser.add_argument("--watch", default="messages,schedule", help="what to watch, of messages, schedule, numbers")
-    parser.add_argument("--picture", metavar="FILE", help="draws the ranks' work over time into this .svg or .png")
     return parser
 
 
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
 def main(argv: list[str] | None = None) -> int:
-    args, flags = make_parser().parse_known_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
     try:
+        args, flags = make_parser().parse_known_args(argv)
+        if args.step != argv[0]:
+            raise ValueError(f"the step comes first, as in: python -m lab 8 {argv[0]} ...")
         program = Program(args.step, flags, [Edit(*each) for each in args.edit])
-        print(f"step {args.step}, {program.folders[0].name}: importing torch", flush=True)
+        if args.picture and "schedule" not in args.watch:
+            raise ValueError("--picture draws what the watch `schedule` notes: add it to --watch")
+        if args.picture:
+            check_place(args.picture)
+        say(f"step {args.step}: {program.folders[0].name}/train.py {' '.join(flags)}")
         return show(args, program)
     except Exception as error:
-        if type(error).__name__ == "Violation":
-            print(error)
+        kind = type(error).__name__
+        if kind == "Violation":
+            say(str(error))
             return 1
-        if type(error).__name__ == "UserError" or isinstance(error, ValueError) and not hasattr(error, "rank"):
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        raise
+        if kind != "UserError" and (not isinstance(error, ValueError) or hasattr(error, "rank")):
+            raise  # a fault of the program, or of an edit of it: with its traceback
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 def show(args: argparse.Namespace, program: Program) -> int:
     """Runs the step, and before it the unchanged one if there are edits, and prints what was watched."""
-    from lab.results import look  # and with it torch
+    from lab.results import look, summary  # and with them torch, which takes seconds
 
-    watch, unchanged = args.watch.split(","), None
-    if args.edit:
-        print(program.diff())
-        unchanged = look(args.step, program.flags, watch=watch, say=lambda text: print(f"unchanged: {text}", flush=True))
-        print(f"unchanged: {str(unchanged).splitlines()[-1]}", flush=True)
-    result = look(args.step, program.flags, program.edits, watch, lambda text: print(text, flush=True))
-    print(result)
+    unchanged = None
+    if program.edits:
+        say(program.diff())
+        unchanged = look(args.step, program.flags, (), args.watch, lambda text: say(f"unchanged, {text}"))
+        say(f"{summary(unchanged)}\n")
+    changed = "changed, " * bool(unchanged)
+    result = look(args.step, program.flags, program.edits, args.watch, lambda text: say(changed + text))
+    say(str(result))
+    if unchanged:
+        say(f"\n{result.beside(unchanged)}")
     if args.picture:
         result.picture(args.picture)
-        print(f"picture: {args.picture}")
-    if unchanged:
-        print(result.beside(unchanged))
+        say(f"picture: {args.picture}")
     return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly where `head` reads no more
     sys.exit(main())

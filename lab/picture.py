@@ -80,7 +80,9 @@ def shapes(result) -> tuple[list[tuple], float, float]:
     drawn, size = timed(result.watch("Schedule").actions, result.world.events), result.world.size
     chunks = types.SimpleNamespace(num_chunks=1 + max((action.chunk for action, *_ in drawn.bars), default=0))
     end = max(drawn.clocks.values(), default=1)
-    unit = max(15, min(60, 1000 / end))
+    inside = {event.number for event, _, taken in drawn.arrows for action, start, stop in drawn.bars
+              if action.rank == event.rank and start < taken < stop}
+    unit = max(15, min(160 if inside else 60, 1000 / end))
 
     def x(time: float) -> float:
         return LEFT + time * unit
@@ -99,8 +101,6 @@ def shapes(result) -> tuple[list[tuple], float, float]:
         title, down = f"{event.number}: {event.kind} of ranks {', '.join(map(str, event.group))}", BAR + 4
         rows.append(("line", x(time), y(event.group[0]) + down, x(time), y(event.group[-1]) + down, JOINT, title))
         rows += [("dot", x(time), y(rank) + down, JOINT, title) for rank in event.group]
-    inside = {event.number for event, sent, taken in drawn.arrows for action, start, stop in drawn.bars
-              if action.rank == event.rank and start < taken < stop}
     for event, sent, taken in drawn.arrows:  # those that an action itself exchanges are many, so they have no tips
         down, title = event.rank > event.peer, f"{event.number}: rank {event.peer} to rank {event.rank}"
         rows.append(("line" if event.number in inside else "arrow", x(sent), y(event.peer) + BAR * down, x(taken),

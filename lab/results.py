@@ -9,10 +9,11 @@
 import argparse
 import html
 import itertools
+import pathlib
 import shlex
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 from unittest import mock
 
@@ -23,56 +24,61 @@ from lab.program import Edit, Program
 from lab.ranks import SMALL, Result, check, run, threads
 from lab.watch import Watch
 
-NAMES = [name.lower() for name, module in lab.MODULES.items() if module.startswith("watch.")]
+WATCHES = [name for name in ("messages", "schedule", "memory", "numbers", "types", "waits") if name.title() in lab.MODULES]
 WORDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
 DEFAULT = ("messages", "schedule")
 
 
 def choose(names: Sequence[str]) -> list[Watch]:
-    if unknown := [name for name in names if name not in NAMES]:
-        raise ValueError(f"nothing is called {unknown[0]} that watches: choose from {', '.join(NAMES)}")
-    return [getattr(lab, name.title())() for name in names]
+    """Watches by their names. Raises ValueError for another name."""
+    if unknown := [name for name in names if name not in WATCHES]:
+        raise ValueError(f"there is no watch {unknown[0]!r}: choose from {', '.join(WATCHES)}")
+    return [getattr(lab, name.title())() for name in dict.fromkeys(names)]
 
 
 def arguments(program: Program) -> argparse.Namespace:
-    """What its train.py makes of the flags. Raises UserError, a class of the step's own, where it refuses one."""
+    """What its train.py makes of the flags. Raises its UserError where it refuses one."""
     with mock.patch.object(sys, "argv", ["train.py", *SMALL, *program.flags]):
         train = program.load().train
         return train.parse_args(*[train.__doc__] * (program.step == "9"))
 
 
-def ranks_of(args: argparse.Namespace) -> int:
-    if getattr(args, "pipelines", None):
-        return args.tp_size * sum(map(len, args.pipelines))
-    return args.dp_size * args.pp_size * args.tp_size * getattr(args, "cp_size", 1)
-
-
-def one_step(program: Program, args: argparse.Namespace) -> tuple[Program, int]:
-    """The program for a single optimizer step, or for as many as its idea needs. And how many these are."""
+def one_step(program: Program, args: argparse.Namespace) -> tuple[Program, int, str]:
+    """The program with the flags of a single optimizer step, or of as many as its idea needs; its number of ranks; and
+    both in words."""
+    pipelines = getattr(args, "pipelines", None) or [[1] * args.pp_size] * args.dp_size
+    size = args.tp_size * sum(map(len, pipelines)) * getattr(args, "cp_size", 1)
+    steps, replicas = getattr(args, "local_steps", 0) or 1, 1 if program.step == "2" else args.dp_size
+    micro_batches = getattr(args, "num_microbatches", None) or getattr(args, "gradient_accumulation_steps", 1)
+    said = f"{steps} optimizer steps, as replicas exchange after so many" if steps > 1 else "one optimizer step"
     if any(word.partition("=")[0] in ("--max_tokens", "--steps") for word in program.flags):
-        return program, 0
-    steps = max(1, getattr(args, "local_steps", 0))  # replicas exchange after so many
-    if program.step == "9":
-        return program.with_flags([*program.flags, "--steps", steps]), steps
-    samples = args.micro_batch_size * getattr(args, "gradient_accumulation_steps", 1) * args.dp_size ** (program.step != "2")
-    return program.with_flags([*program.flags, "--max_tokens", steps * samples * args.seq_len]), steps
+        said = "optimizer steps as the flags say"
+    elif program.step == "9":
+        program = program.with_flags([*program.flags, "--steps", steps])
+    else:
+        tokens = steps * replicas * micro_batches * args.micro_batch_size * args.seq_len
+        program = program.with_flags([*program.flags, "--max_tokens", tokens])
+    return program, size, (
+        f"{size} rank{'s' * (size > 1)}, {said}: {args.num_hidden_layers} layers of {pathlib.Path(args.model_name).name}, "
+        f"micro-batches: {str(micro_batches).strip('[]')} of {args.micro_batch_size} x {args.seq_len} tokens, {args.dtype}")
 
 
-def look(step: int | str, flags: str | Sequence = (), edits: Sequence[Edit] = (), watch: Sequence[str] = DEFAULT,
-         say=lambda text: None) -> Result:
-    """One optimizer step of this step of the course on threads, watched. Raises ValueError for what is not possible."""
-    program = Program(step, shlex.split(flags) if isinstance(flags, str) else flags, edits)
-    watches = choose(watch)
+def look(step: int | str, flags: str | Sequence = (), edits: Sequence[Edit] = (),
+         watch: Sequence[str] = ("messages", "schedule"), say: Callable[[str], None] = lambda text: None) -> Result:
+    """One optimizer step of a step of the course on ranks of this process. say() is told what runs, before it does.
+
+    Raises ValueError for what can't be looked at, and else what run() raises.
+    """
+    if str(step) == "1":
+        raise ValueError("step 1 trains in one process, without messages: choose a step from 2 on")
+    program, watches = Program(step, shlex.split(flags) if isinstance(flags, str) else flags, edits), choose(watch)
     args = arguments(program)
-    ranks = threads(ranks_of(args))
-    check(ranks, watches)
-    program, steps = one_step(program, args)
-    say(f"{ranks.size} ranks, {steps or 'as many as asked for'} optimizer step{'s' * (steps != 1)}: "
-        f"{args.num_hidden_layers} layers, sequences of {args.seq_len} tokens, {args.dtype}")
+    if getattr(args, "profile_batch", 0):
+        raise ValueError("--profile_batch measures time, which means nothing for ranks that take turns: leave it out")
+    program, size, said = one_step(program, args)
+    check(ranks := threads(size), watches)
+    say(said)
     return run(program, ranks, watches)
-
-
-# The result as text
 
 
 class Line(NamedTuple):
@@ -136,19 +142,23 @@ def losses(result: Result) -> str:
     return "\n".join(f"loss {row['loss']:.6f}" + f" after step {row['step']}" * (len(result.rows) > 1) for row in result.rows)
 
 
+def summary(result: Result) -> str:
+    return f"sent by all ranks: {sums(result) or 'nothing'}\n{losses(result)}"
+
+
 def text(result: Result) -> str:
-    parts = ["\n".join(folded(messages(result)))] * bool(result.watch("Messages"))
-    return "\n".join([*parts, f"sent by all ranks: {sums(result)}", losses(result)])
+    lines = folded(messages(result)) if result.watch("Messages") else ()
+    return "\n".join([*lines, summary(result)])
 
 
 def as_html(result: Result) -> str:
+    """For a notebook: in its own colours, whether these are light or dark."""
     from lab.picture import svg
 
-    parts = [f"<p>{html.escape(losses(result))}</p>"]
-    if result.watch("Schedule"):
-        parts.append(f'<div style="overflow-x:auto">{svg(result)}</div>')
-    parts.append(f"<details><summary>{html.escape(sums(result))}</summary><pre>{html.escape(text(result))}</pre></details>")
-    return "\n".join(parts)
+    picture = f'<div style="overflow-x:auto">{svg(result)}</div>' if result.watch("Schedule") else ""
+    lines = html.escape("\n".join(folded(messages(result)))) if result.watch("Messages") else ""
+    return (f"{picture}<p>{html.escape(losses(result))}</p><details><summary>sent by all ranks: "
+            f"{html.escape(sums(result) or 'nothing')}</summary><pre>{lines}</pre></details>")
 
 
 # Two results
@@ -160,31 +170,41 @@ def compare(result: Result, other: Result) -> str:
 
 
 def differences(result: Result, other: Result) -> Iterator[str]:
-    yield first("losses", [losses(result)], [losses(other)])
+    yield first("losses", losses(result).splitlines(), losses(other).splitlines())
     if result.watch("Messages"):
-        yield first("messages", *([f"message {number}: {what}, {when}" for number, what, when in messages(each)] for each in (result, other)))
-    if result.watch("Schedule"):
-        yield first("schedule", *([f"rank {a.rank} {a.kind}{a.microbatch}" for a in each.watch("Schedule").actions]
+        yield first("messages", *([f"message {number}: {', '.join(words)}" for number, *words in messages(each)]
                                   for each in (result, other)))
+    if result.watch("Schedule"):
+        yield first("actions", *(actions(each.watch("Schedule")) for each in (result, other)))
     if result.watch("Numbers"):
-        yield numbers(result, other)
+        yield numbers(result.watch("Numbers"), other.watch("Numbers"))
 
 
-def first(what: str, ours: list[str], theirs: list[str]) -> str:
-    for k in range(max(len(ours), len(theirs))):
-        here, there = (each[k] if k < len(each) else "nothing" for each in (ours, theirs))
-        if here != there:
-            return f"{what}, first difference: {here}\n    unchanged: {there}"
-    return f"no difference in {what}"
+def actions(schedule) -> list[str]:
+    """Forwards and backwards, rank by rank."""
+    return [f"rank {each.rank}, {WORDS[each.kind]} {each.microbatch}" + f", chunk {each.chunk}" * (each.chunk > 0)
+            for each in sorted(schedule.actions, key=lambda each: (each.rank, each.start)) if each.kind in WORDS]
 
 
-def numbers(result: Result, other: Result) -> str:
-    for kind in ("gradients", "weights"):
-        ours, theirs = (getattr(each.watch("Numbers"), kind) for each in (result, other))
-        for rank in sorted(ours):
-            for step, (mine, yours) in enumerate(zip(ours[rank], theirs[rank]), 1):
-                for name in mine:
-                    if not torch.equal(mine[name], yours[name]):
-                        return (f"numbers, first difference: {kind} of {name} on rank {rank}, step {step}, "
-                                f"by up to {(mine[name] - yours[name]).abs().max():.2g}")
+def first(noun: str, ours: list[str], theirs: list[str]) -> str:
+    pairs = itertools.zip_longest(ours, theirs, fillvalue="nothing")
+    found = next((pair for pair in pairs if pair[0] != pair[1]), None)
+    if not found:
+        return f"no difference in {noun}"
+    return f"first difference of {noun}:\n    changed    {found[0]}\n    unchanged  {found[1]}"
+
+
+def numbers(ours, theirs) -> str:
+    """The first tensor that differs, in the order of updates, gradients before weights."""
+    updates = max((len(steps) for steps in ours.gradients.values()), default=0)
+    for update, kind, rank in itertools.product(range(updates), ("gradients", "weights"), sorted(ours.gradients)):
+        mine, other = ({**each[rank][update]} if update < len(each[rank]) else {}
+                       for each in (getattr(ours, kind), getattr(theirs, kind)))
+        for name in mine | other:
+            a, b = mine.get(name), other.get(name)
+            if a is None or b is None or a.shape != b.shape:
+                return f"first difference of numbers: {kind} of {name} on rank {rank}, which one has not, or of another shape"
+            if not torch.equal(a, b):
+                return (f"first difference of numbers: {kind} of {name} on rank {rank} in update {update + 1}, by up to "
+                        f"{(a - b).abs().max():.2g} where the largest is {b.abs().max():.2g}")
     return "no difference in numbers"
