@@ -14,7 +14,7 @@ import importlib
 MODULES = {  # public name -> its module, which is imported when the name is first used: most of them import torch
     "Edit": "program", "Messages": "watch.messages", "Numbers": "watch.numbers", "Program": "program",
     "Result": "ranks", "Schedule": "watch.actions", "compare": "results", "look": "results", "run": "ranks",
-    "threads": "ranks"}
+    "threads": "ranks", "timed": "picture"}
 __all__ = [*MODULES]
 
 
