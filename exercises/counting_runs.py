@@ -2,14 +2,12 @@
 
 import functools
 import types
-import weakref
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from lab.program import Program
+from lab.watch.held import Live
 
 SHAPE = ("vocab", "hidden", "width", "layers", "heads", "kv_heads", "head_dim")
 SHAPES = [dict(zip(SHAPE, sizes)) for sizes in (
@@ -62,29 +60,6 @@ def weights_that_multiply(shape: dict) -> int:
                if param.dim() > 1 and "embedding" not in name)
 
 
-class Held(TorchDispatchMode):
-    """Bytes of the tensors that were made inside and are still there: `now`."""
-
-    def __init__(self):
-        super().__init__()
-        self.now, self.known = 0, weakref.WeakKeyDictionary()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs))
-                 if isinstance(tensor, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and storage not in self.known and storage._cdata not in given:
-                self.known[storage] = None
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self.free, storage.nbytes())
-        return out
-
-    def free(self, num_bytes: int) -> None:
-        self.now -= num_bytes
-
-
 LAYER = [dict(zip(("tokens", "hidden", "width", "heads", "head_dim"), sizes)) for sizes in (
     (4, 16, 24, 2, 8), (8, 16, 24, 2, 8), (32, 16, 24, 2, 8), (8, 32, 24, 2, 8), (8, 16, 96, 2, 8), (8, 16, 24, 4, 8),
     (8, 16, 24, 2, 16), (16, 32, 96, 4, 4), (64, 128, 352, 8, 16), (16, 48, 128, 4, 12), (24, 24, 40, 3, 4),
@@ -96,7 +71,7 @@ def kept_bytes(layers: int, recompute: bool, tokens, hidden, width, heads, head_
     """What `layers` layers keep of their forward; with `recompute` until the last one is computed again."""
     model = llama(32, hidden, width, layers, heads, heads, head_dim, device="cpu")
     cos, sin = modules("8").model.get_cos_sin(tokens, head_dim, torch.float32, torch.device("cpu"), rope_theta=1e4)
-    x, held, seen = torch.randn(1, tokens, hidden, requires_grad=True), Held(), []
+    x, held, seen = torch.randn(1, tokens, hidden, requires_grad=True), Live(), []
     grad = torch.ones_like(x)
     for layer in model.decoder_layers:
         def noted(*args, forward=layer.forward):
@@ -119,7 +94,7 @@ def kept_bytes(layers: int, recompute: bool, tokens, hidden, width, heads, head_
 @functools.cache
 def sample_of(samples: int, **shape: int) -> int:
     """Bytes that a model of this shape keeps of so many samples of 8 tokens."""
-    model, held = llama(**shape, device="cpu"), Held()
+    model, held = llama(**shape, device="cpu"), Live()
     modules("8").model.get_cos_sin(8, shape["head_dim"], torch.float32, torch.device("cpu"), rope_theta=1e4,
                                    rope_type="default")
     ids = torch.zeros(samples, 8, dtype=torch.long)

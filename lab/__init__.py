@@ -12,9 +12,10 @@ that take turns. What watches is installed before, and holds its findings after 
 import importlib
 
 MODULES = {  # public name -> its module, which is imported when the name is first used: most of them import torch
-    "Edit": "program", "Messages": "watch.messages", "Numbers": "watch.numbers", "Program": "program",
-    "Result": "ranks", "Schedule": "watch.actions", "compare": "results", "look": "results", "run": "ranks",
-    "threads": "ranks", "timed": "picture"}
+    "Allocated": "watch.kept", "Edit": "program", "Kept": "watch.kept", "Memory": "watch.held",
+    "Messages": "watch.messages", "Numbers": "watch.numbers", "Program": "program", "Result": "ranks",
+    "SameNumbers": "watch.numbers", "Schedule": "watch.actions", "WholeNumbers": "watch.numbers", "compare": "results",
+    "look": "results", "processes": "ranks", "run": "ranks", "threads": "ranks", "timed": "picture"}
 __all__ = [*MODULES]
 
 

@@ -1,4 +1,4 @@
-"""One optimizer step of a step of the course, on ranks that are threads of this process, to look at, to stop, to change.
+"""One optimizer step of a step of the course on ranks that are threads of this process: to look at, to change.
 
     python -m lab 8 --pp_size 4 --gradient_accumulation_steps 8 --picture step8.svg
     python -m lab 8 --pp_size 4 --edit pipeline_parallel.py "num_stages - stage - 1" "num_stages - stage"
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         if kind == "Violation":
             say(str(error))
             return 1
-        if kind != "UserError" and (not isinstance(error, ValueError) or hasattr(error, "rank")):
+        if kind != "UserError" and (not isinstance(error, (ValueError, SyntaxError)) or hasattr(error, "rank")):
             raise  # a fault of the program, or of an edit of it: with its traceback
         print(f"error: {error}", file=sys.stderr)
         return 2

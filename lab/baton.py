@@ -9,6 +9,7 @@ import functools
 import linecache
 import os
 import pathlib
+import re
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from lab.launch import ROOT
 
 READER = ROOT / "exercises" / "mine"  # where readers write, see exercises/try.py
 OWN = str(ROOT / "lab") + os.sep
+CELL = re.compile(r"ipykernel_|<ipython-input")  # in the file name of a notebook's cell
 
 
 class Violation(Exception):
@@ -67,7 +69,7 @@ class Where(NamedTuple):
 
 @functools.cache
 def is_ours(path: str) -> bool:
-    return path.startswith(str(ROOT)) and not path.startswith(OWN)
+    return path.startswith(str(ROOT)) and not path.startswith(OWN) or bool(CELL.search(path))
 
 
 def place(frame: types.FrameType | None = None) -> Where:
@@ -86,7 +88,7 @@ def place(frame: types.FrameType | None = None) -> Where:
 def shown(path: str | pathlib.Path) -> str:
     """A path as messages name it: from the repository's folder on, where it is in there."""
     path = pathlib.Path(path)
-    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+    return "a cell" if CELL.search(str(path)) else str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def within(seconds: float, is_over: Callable[[float], bool]) -> bool:

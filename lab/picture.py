@@ -5,7 +5,6 @@ which takes 1 too. Messages take none. A rank waits where the log of messages sa
 """
 
 import importlib.util
-import math
 import pathlib
 import types
 from collections import defaultdict
@@ -20,12 +19,24 @@ COLOURS = {"forward": "#4477aa", "backward": "#228833", "weight gradients": "#cc
            "bubble": "#e3e3e0", "transfer": "#66ccee"}
 GROUND, INK = "#fcfcfa", "#222222"
 FILLS = {"F": COLOURS["forward"], "B": COLOURS["backward"], "W": COLOURS["weight gradients"]}
-WHITE, JOINT = "#ffffff", COLOURS["all-reduce"]
-ENDINGS = (".svg", ".png")
-ROW, BAR, LEFT, TOP = 46, 26, 64, 34  # pixels
-STYLE = f""".lab{{font:12px sans-serif}}.lab .line{{fill:none;stroke-width:1.2}}
+FILLS = {"F": COLOURS["forward"], "B": COLOURS["backward"], "W": COLOURS["weight gradients"]}
+KINDS = {"weights": "#aa3377", "gradients": "#ee6677", "optimizer": "#777777", "activations": "#66ccee",
+         "messages": "#ee7733"}  # of bytes
+JOINT, ENDINGS = COLOURS["all-reduce"], (".svg", ".png")
+ROW, BAR, LEFT, TOP = 46, 26, 64, 34  # pixels: from row to row, a bar's height, where bars begin
+HEAD = f"""<svg class="lab" xmlns="http://www.w3.org/2000/svg" width="%.0f" height="%.0f"><style>
+.lab{{font:12px sans-serif}}.lab path{{fill:none;stroke-width:1.2}}.lab rect{{shape-rendering:crispEdges}}
 svg.lab:root{{color:{INK};background:{GROUND}}}
-@media(prefers-color-scheme:dark){{svg.lab:root{{color:#e4e4e0;background:#1c1c1e}}}}"""
+@media(prefers-color-scheme:dark){{svg.lab:root{{color:#e4e4e0;background:#1c1c1e}}}}</style><defs><marker id="lab-tip"
+viewBox="0 0 7 6" refX="7" refY="3" markerWidth="7" markerHeight="6" markerUnits="userSpaceOnUse" orient="auto"><polygon
+points="0,0 7,3 0,6" fill="currentColor"/></marker></defs>"""  # in a notebook its colours are those of the page
+FORMS = {"rect": '<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" fill="{colour}"><title>{title}</title>'
+                 "</rect>",
+         "line": '<path d="M{:.1f} {:.1f}L{:.1f} {:.1f}" stroke="{colour}"><title>{title}</title></path>',
+         "dot": '<circle cx="{:.1f}" cy="{:.1f}" r="2.5" fill="{colour}"><title>{title}</title></circle>',
+         "start": '<text x="{:.1f}" y="{:.1f}" dy="4" fill="{colour}">{title}</text>',
+         "middle": '<text x="{:.1f}" y="{:.1f}" dy="4" text-anchor="middle" fill="{colour}">{title}</text>'}
+FORMS["arrow"] = FORMS["line"].replace("<path", '<path marker-end="url(#lab-tip)"')
 
 
 class Timed(NamedTuple):
@@ -41,13 +52,13 @@ def timed(actions, events) -> Timed:
     """When each rank does its actions, and messages pass. What ranks exchange before the first action is left out."""
     passes = [action for action in actions if action.kind in FILLS]
     first = min((action.start for action in passes), default=0)
-    lasts = {"F": 1, "B": 1 if any(action.kind == "W" for action in passes) else 2, "W": 1}
+    with_w = {action.rank for action in passes if action.kind == "W"}  # elsewhere a backward is both
     begins: dict[int, int] = {}  # of each message; who receives it may wait since before
     for event in events:
         if event.kind != "receive":
             begins[event.number] = min(event.posted, begins.get(event.number, event.posted))
     marks = [(moment, action.rank, action) for action in passes for moment in (action.start, action.end)]
-    marks += [(moment, event.rank, event) for event in events if event.number >= 0 and begins[event.number] > first
+    marks += [(moment, event.rank, event) for event in events if event.number and begins[event.number] > first
               for moment in {event.posted, event.done}]
     marks.sort(key=lambda mark: mark[0])
     inside = {action: sum(rank == action.rank and action.start < moment < action.end for moment, rank, _ in marks)
@@ -56,7 +67,7 @@ def timed(actions, events) -> Timed:
     clocks = found.clocks
     for moment, rank, what in marks:
         if running := current.get(rank):  # messages divide an action into equal parts
-            clocks[rank] += lasts[running.kind] / (inside[running] + 1)
+            clocks[rank] += (2 if running.kind == "B" and rank not in with_w else 1) / (inside[running] + 1)
         if what is running:
             found.bars.append((what, begun[what], clocks[rank]))
             del current[rank]
@@ -76,102 +87,98 @@ def timed(actions, events) -> Timed:
 
 
 def shapes(result) -> tuple[list[tuple], float, float]:
-    """What to draw, in pixels from the upper left, and the picture's width and height."""
+    """Forms, with numbers in pixels from the upper left, colours and titles; the picture's width and height."""
     drawn, size = timed(result.watch("Schedule").actions, result.world.events), result.world.size
     chunks = types.SimpleNamespace(num_chunks=1 + max((action.chunk for action, *_ in drawn.bars), default=0))
     end = max(drawn.clocks.values(), default=1)
     inside = {event.number for event, _, taken in drawn.arrows for action, start, stop in drawn.bars
-              if action.rank == event.rank and start < taken < stop}
-    unit = max(15, min(160 if inside else 60, 1000 / end))
-
-    def x(time: float) -> float:
-        return LEFT + time * unit
-
-    def y(rank: int) -> float:
-        return TOP + rank * ROW
-
-    rows = [("rect", LEFT, y(rank), end * unit, BAR, "faint", f"rank {rank} waits") for rank in range(size)]
-    texts = [("text", 8, y(rank) + BAR / 2, f"rank {rank}", "start", "ink") for rank in range(size)]
+              if action.rank == event.rank and start < taken < stop}  # of an action itself: many, so they have no tips
+    unit, top = max(15, min(160 if inside else 60, 1000 // end)), [TOP + rank * ROW for rank in range(size)]
+    rows = [("rect", (LEFT, y, end * unit, BAR), COLOURS["bubble"], f"rank {rank} waits") for rank, y in enumerate(top)]
+    texts = [("start", (8, y + BAR / 2), INK, f"rank {rank}") for rank, y in enumerate(top)]
     for action, start, stop in drawn.bars:
-        title, middle = name(chunks, action.kind, action.microbatch, action.chunk), x((start + stop) / 2)
-        rows.append(("rect", x(start), y(action.rank), (stop - start) * unit - 1, BAR, FILLS[action.kind],
-                     f"rank {action.rank}: {title}"))
-        texts.append(("text", middle, y(action.rank) + BAR / 2, title, "middle", INK if action.kind == "W" else WHITE))
+        x, y, width = LEFT + start * unit, top[action.rank], (stop - start) * unit
+        title = name(chunks, action.kind, action.microbatch, action.chunk)
+        rows.append(("rect", (x, y, width - 1, BAR), FILLS[action.kind], f"rank {action.rank}: {title}"))
+        texts.append(("middle", (x + width / 2, y + BAR / 2), "#000000" if action.kind == "W" else "#ffffff", title))
     for event, time in drawn.joints.values():
-        title, down = f"{event.number}: {event.kind} of ranks {', '.join(map(str, event.group))}", BAR + 4
-        rows.append(("line", x(time), y(event.group[0]) + down, x(time), y(event.group[-1]) + down, JOINT, title))
-        rows += [("dot", x(time), y(rank) + down, JOINT, title) for rank in event.group]
-    for event, sent, taken in drawn.arrows:  # those that an action itself exchanges are many, so they have no tips
-        down, title = event.rank > event.peer, f"{event.number}: rank {event.peer} to rank {event.rank}"
-        rows.append(("line" if event.number in inside else "arrow", x(sent), y(event.peer) + BAR * down, x(taken),
-                     y(event.rank) + BAR * (not down), "ink", title))
-    place = LEFT
-    for kind, words in (("F", "forward"), ("B", "backward"), ("W", "gradients of weights"), ("", "collective")):
-        if kind in {"", *(action.kind for action, *_ in drawn.bars)} and (kind or drawn.joints):
-            rows.append(("rect", place, 9, 11, 11, FILLS.get(kind, JOINT), words))
-            texts.append(("text", place + 16, 14.5, words, "start", "ink"))
-            place += 36 + 7 * len(words)
-    return rows + texts, max(x(end), place) + 16, y(size) - ROW + BAR + 16
+        x, ys = LEFT + time * unit, [top[rank] + BAR + 4 for rank in event.group]
+        title = f"{event.number}: {event.kind} of ranks {', '.join(map(str, event.group))}"
+        rows += [("line", (x, ys[0], x, ys[-1]), JOINT, title), *(("dot", (x, y), JOINT, title) for y in ys)]
+    for event, sent, taken in drawn.arrows:
+        down = event.rank > event.peer
+        rows.append(("line" if event.number in inside else "arrow",
+                     (LEFT + sent * unit, top[event.peer] + BAR * down, LEFT + taken * unit,
+                      top[event.rank] + BAR * (not down)), INK, f"{event.number}: rank {event.peer} to {event.rank}"))
+    height, kinds = top[-1] + BAR + 16, {action.kind for action, *_ in drawn.bars}
+    words = {"F": "forward", "B": "backward", "W": "gradients of weights"}
+    right = legend(rows, texts, 9, {words[kind]: FILLS[kind] for kind in FILLS if kind in kinds}
+                   | ({"collective": JOINT} if drawn.joints else {}))
+    if memory := result.watch("Memory"):
+        right = max(right, legend(rows, texts, height + 8, KINDS))
+        height, end = held(rows, texts, memory, drawn, height + 32, unit), end + 1
+    return rows + texts, max(LEFT + end * unit, right) + 16, height
+
+
+def legend(rows: list, texts: list, y: float, colours: dict[str, str]) -> float:
+    """Adds what colours mean. Returns where it ends."""
+    right = LEFT
+    for words, colour in colours.items():
+        rows.append(("rect", (right, y, 11, 11), colour, words))
+        texts.append(("start", (right + 16, y + 5.5), INK, words))
+        right += 36 + 7 * len(words)
+    return right
+
+
+def held(rows: list, texts: list, memory, drawn: Timed, y: float, unit: float) -> float:
+    """Adds the bytes that each rank holds, from the end of an action to that of the next, and after the optimizer's.
+    Returns where they end."""
+    end, bytes_of = max(drawn.clocks.values()), {}
+    for rank, moments in sorted(memory.held.items()):
+        passes = [kinds for phase, kinds in moments if phase.startswith(("forward", "backward", "weight gradients"))]
+        last = [kinds for phase, kinds in moments if phase == "optimizer"][-1:]
+        bytes_of[rank] = [memory.snapshots[rank].get("before the step", {}), *passes, *last]
+    most = max(sum(kinds.values()) for moments in bytes_of.values() for kinds in moments) or 1
+    for rank, moments in bytes_of.items():
+        ends = [0, *(stop for action, _, stop in drawn.bars if action.rank == rank), end, end + 1]
+        peak = f"{sum(memory.peak[rank][1].values()) / 1e6:.3g} MB"  # which may be within an action
+        texts += [("start", (8, y + 8), INK, f"rank {rank}"), ("start", (8, y + 22), INK, peak)]
+        for start, stop, kinds in zip(ends, ends[1:], moments):
+            bottom = y + BAR + 8
+            for kind in KINDS:
+                size = kinds.get(kind, 0) / most * (BAR + 8)
+                rows.append(("rect", (LEFT + start * unit, bottom := bottom - size, (stop - start) * unit, size),
+                             KINDS[kind], f"rank {rank}: {kinds.get(kind, 0):,} bytes of {kind}"))
+        y += ROW
+    return y
 
 
 def svg(result) -> str:
-    found, width, height = shapes(result)
-    lines = [f'<svg class="lab" xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-             f'viewBox="0 0 {width:.0f} {height:.0f}"><style>{STYLE}</style>']
-    return "\n".join([*lines, *(ELEMENTS[kind](*rest) for kind, *rest in found), "</svg>"]) + "\n"
-
-
-def paint(colour: str) -> str:
-    return {"ink": 'currentColor"', "faint": 'currentColor" fill-opacity="0.1"'}.get(colour, f'{colour}"')
-
-
-def line(x1: float, y1: float, x2: float, y2: float, colour: str, title: str) -> str:
-    return (f'<path class="line" d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="{paint(colour)}>'
-            f"<title>{escape(title)}</title></path>")
-
-
-def arrow(x1: float, y1: float, x2: float, y2: float, colour: str, title: str) -> str:
-    corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in tip(x1, y1, x2, y2))
-    return f'{line(x1, y1, x2, y2, colour, title)}<polygon points="{corners}" fill="{paint(colour)}/>'
-
-
-def tip(x1: float, y1: float, x2: float, y2: float) -> list[tuple[float, float]]:
-    """The corners of an arrow's tip."""
-    length = math.hypot(x2 - x1, y2 - y1) or 1
-    along, across = ((x2 - x1) / length, (y2 - y1) / length), ((y1 - y2) / length, (x2 - x1) / length)
-    return [(x2, y2), *((x2 - 7 * along[0] + side * across[0], y2 - 7 * along[1] + side * across[1])
-                        for side in (3, -3))]
-
-
-ELEMENTS = {
-    "rect": lambda x, y, w, h, colour, title: f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" '
-    f'fill="{paint(colour)}><title>{escape(title)}</title></rect>',
-    "text": lambda x, y, text, anchor, colour: f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}" '
-    f'fill="{paint(colour)}>{escape(text)}</text>',
-    "dot": lambda x, y, colour, title: f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{paint(colour)}/>',
-    "line": line, "arrow": arrow}
+    found, *sizes = shapes(result)
+    paint = {INK: "currentColor", COLOURS["bubble"]: 'currentColor" fill-opacity="0.1'}
+    lines = (FORMS[form].format(*numbers, colour=paint.get(colour, colour), title=escape(title))
+             for form, numbers, colour, title in found)
+    return "\n".join([HEAD % (*sizes,), *lines, "</svg>\n"])
 
 
 def png(result, path: pathlib.Path) -> None:
-    """The same shapes on the chapters' light ground. Raises ImportError, with the remedy, without matplotlib."""
+    """The same shapes on the chapters' light ground."""
     from matplotlib.figure import Figure  # imported here: an .svg needs none
-    from matplotlib.patches import Circle, Polygon, Rectangle
+    from matplotlib.patches import Circle, Rectangle
 
     found, width, height = shapes(result)
     figure = Figure(figsize=(width / 72, height / 72), dpi=144, facecolor=GROUND)
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
     axes.set_axis_off()
-    for kind, x, y, *rest, colour, _ in ((*shape, "") if shape[0] == "text" else shape for shape in found):
-        colour = {"ink": INK, "faint": COLOURS["bubble"]}.get(colour, colour)
-        if kind == "text":
-            axes.text(x, y, rest[0], ha={"start": "left", "middle": "center"}[rest[1]], va="center", color=colour,
-                      fontsize=9)
-        elif kind in ("line", "arrow"):
-            axes.plot((x, rest[0]), (y, rest[1]), color=colour, linewidth=1)
-        if kind in ("rect", "dot", "arrow"):
-            axes.add_patch({"rect": lambda: Rectangle((x, y), *rest), "dot": lambda: Circle((x, y), 2.5),
-                            "arrow": lambda: Polygon(tip(x, y, *rest))}[kind]())
+    for form, (x, y, *more), colour, title in found:
+        if form in ("rect", "dot"):
+            axes.add_patch(Rectangle((x, y), *more) if more else Circle((x, y), 2.5))
             axes.patches[-1].set(facecolor=colour, linewidth=0)
+        elif more:
+            style = {"arrowstyle": "-|>" if form == "arrow" else "-", "color": colour, "shrinkA": 0, "shrinkB": 0}
+            axes.annotate("", more, (x, y), arrowprops=style)
+        else:
+            axes.text(x, y, title, ha={"start": "left"}.get(form, "center"), va="center", color=colour, fontsize=9)
     figure.savefig(path)
 
 
@@ -192,10 +199,6 @@ def check_place(path: pathlib.Path) -> None:
 
 
 def save(result, path: str | pathlib.Path) -> None:
-    path = pathlib.Path(path)
-    check_place(path)
+    check_place(path := pathlib.Path(path))
     with writing(path):
-        if path.suffix == ".svg":
-            path.write_text(svg(result), encoding="utf-8")
-        else:
-            png(result, path)
+        png(result, path) if path.suffix == ".png" else path.write_text(svg(result), encoding="utf-8")

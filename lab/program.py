@@ -65,7 +65,7 @@ class Program:
             raise ValueError(f"there is no {edit.file} in {path.parent.name}: name a file of that folder")
         text = self.texts.get(edit.file) or path.read_text(encoding="utf-8")
         if (count := text.count(edit.old)) != 1:
-            raise ValueError(f"{path.parent.name}/{edit.file} contains this text {count} times, not once:\n{edit.old}")
+            raise ValueError(f"{path.parent.name}/{edit.file} contains this text {count} times, not once: {edit.old!r}")
         return text.replace(edit.old, edit.new)
 
     def compiled(self, file: str) -> types.CodeType:

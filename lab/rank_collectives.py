@@ -17,7 +17,7 @@ from lab.baton import Baton, Handle, Violation, place
 
 COMBINE = {str(op): function for op, function in (
     (dist.ReduceOp.SUM, torch.add), (dist.ReduceOp.MAX, torch.maximum), (dist.ReduceOp.MIN, torch.minimum))}
-NO_MESSAGE = -1  # the number of what needs none: a collective of one rank, a new group
+NO_MESSAGE = 0  # the number of what needs none: a collective of one rank, a new group
 
 
 class Event(NamedTuple):
@@ -72,7 +72,7 @@ class Collectives(Baton):
         self.everyone = Group(self, tuple(range(size)))
         self.counts: dict[tuple, int] = defaultdict(int)  # (rank, group) -> collectives that it has had
         self.collectives: dict[tuple, dict[int, tuple]] = defaultdict(dict)  # (group, number) -> what each rank gave
-        self.moments, self.numbers = itertools.count(), itertools.count()  # what happens; messages and collectives
+        self.moments, self.numbers = itertools.count(), itertools.count(1)  # what happens; messages and collectives
         self.number_of: dict[tuple, int] = {}  # that of a collective in `collectives`
 
     def group(self, group: Group | None) -> Group:

@@ -169,7 +169,7 @@ class World(Collectives):
         def finish() -> None:
             message.handle.waited = False
             message.check_unchanged()
-            message.handle.waited = True
+            message.handle.waited, message.tensor = True, None  # whoever has sent it may let go of it
             self.clocks[rank] = max(self.clocks[rank], message.arrival)
 
         message.handle = SendHandle(self, f"send to rank {peer}, shape {list(tensor.shape)}", lambda: [peer],

@@ -3,12 +3,11 @@
 With --recompute, of the activations only the inputs of decoder layers.
 """
 
-import json
-
 import pytest
-from lab.launch import ROOT, STEPS, start_fork
+from lab.program import Program
+from lab.ranks import run, threads
+from lab.watch.kept import Kept
 
-SCRIPT = ROOT / "tests" / "support" / "saved_for_backward.py"
 FEW, MANY = 4, 32  # micro-batches
 LOGITS = """
 import weakref
@@ -30,31 +29,28 @@ register_optimizer_step_post_hook(lambda *_: alive and print(f"alive: {sum(alive
 SHORT = ["--dtype", "bfloat16", "--num_hidden_layers", 4, "--pp_size", 4, "--micro_batch_size", 3, "--seq_len", 8]
 
 
-def kept_by_ranks(folder, step: int, flags: list) -> list[list[dict]]:
+def kept_by_ranks(step: int, flags: list) -> list[dict[int, dict]]:
     """For few and for many micro-batches, what each rank kept."""
-    runs = [start_fork(step, 4, folder / str(m), STEPS[str(step)] / "train.py", *SHORT, *flags, "--log_dir", folder,
-                       "--run_name", m, "--gradient_accumulation_steps", m, "--max_tokens", m * 24, script=SCRIPT)
-            for m in (FEW, MANY)]
-    for run in runs:
-        run.result()
-    return [[json.loads((folder / str(m) / f"rank{rank}.json").read_text()) for rank in range(4)] for m in (FEW, MANY)]
+    programs = [Program(step, [*SHORT, *flags, "--gradient_accumulation_steps", m, "--max_tokens", m * 24])
+                for m in (FEW, MANY)]
+    return [run(program, threads(4), [Kept()]).watches[0].most for program in programs]
 
 
 @pytest.mark.parametrize("step, flags", [
     (8, ["--pp_engine", "afab"]), pytest.param(7, [], marks=pytest.mark.slow),
     pytest.param(9, ["--pp_engine", "afab"], marks=pytest.mark.slow)], ids=["8", "7", "9"])
-def test_all_live_micro_batches_share_one_copy_of_the_weights(tmp_path, step, flags):
+def test_all_live_micro_batches_share_one_copy_of_the_weights(step, flags):
     """bfloat16 runs multiply with copies of the float32 weights; backward needs the copies again."""
-    for few, many in zip(*kept_by_ranks(tmp_path, step, flags), strict=True):
+    for few, many in zip(*(of.values() for of in kept_by_ranks(step, flags)), strict=True):
         assert MANY / FEW - 1 < many["others"] / few["others"] <= MANY / FEW, "activations grow with the micro-batches"
         for kept in (few, many):
             assert kept["one_copy"] / 4 < kept["weights"] <= kept["one_copy"], (kept["weights"] / kept["one_copy"])
 
 
 @pytest.mark.parametrize("step", [8, pytest.param(9, marks=pytest.mark.slow)])
-def test_recomputing_keeps_the_inputs_of_layers(tmp_path, step):
+def test_recomputing_keeps_the_inputs_of_layers(step):
     """Stages in the middle consist of layers only, here two each: a live micro-batch adds two inputs, in bfloat16."""
-    few, many = kept_by_ranks(tmp_path, step, ["--pp_engine", "afab", "--num_hidden_layers", 8, "--recompute"])
+    few, many = kept_by_ranks(step, ["--pp_engine", "afab", "--num_hidden_layers", 8, "--recompute"])
     layer_input = 3 * 8 * 128 * 2  # (B, T, D)
     for rank in (1, 2):
         assert many[rank]["others"] - few[rank]["others"] == (MANY - FEW) * 2 * layer_input

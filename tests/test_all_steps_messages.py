@@ -7,7 +7,7 @@ from lab.baton import Handle
 from lab.program import Program
 from lab.ranks import run, threads
 from lab.thread_ranks import SendHandle, World
-from support.messages import messages
+from lab.watch.messages import Messages
 
 LAYERS, D, V, I, KV = 8, 128, 1024, 352, 64  # of the tiny Llama: KV is the width of all key/value heads
 B, T, M = 2, 16, 4  # samples, tokens, micro-batches
@@ -19,9 +19,10 @@ WHOLE = LAYERS * LAYER + D + 2 * V * D
 def count(step: int, ranks: int, *flags, seq_len: int = T, dtype: str = "float32") -> list[Counter]:
     """Of each rank. Of a collective, each rank gives as many bytes as it sends where messages go around a ring."""
     pipelines = ["--gradient_accumulation_steps", M] if "--pipelines" not in flags else ["--num_microbatches", M]
-    return messages(step, ranks, [
-        "--num_hidden_layers", LAYERS, "--micro_batch_size", B, "--seq_len", seq_len, "--dtype", dtype,
-        "--max_tokens", 2 * ranks * B * seq_len * M, *pipelines, *flags])
+    flags = ["--num_hidden_layers", LAYERS, "--micro_batch_size", B, "--seq_len", seq_len, "--dtype", dtype,
+             "--max_tokens", 2 * ranks * B * seq_len * M, *pipelines, *flags]
+    [messages] = run(Program(step, flags), threads(ranks), [Messages()]).watches
+    return messages.of_a_step()
 
 
 def take(found: Counter, kind: str) -> Counter:

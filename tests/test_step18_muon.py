@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lab.launch import modules_of
 from lab.program import Program
 from lab.ranks import run, threads
-from support.messages import messages
+from lab.watch.messages import Messages
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 with modules_of(18):
@@ -74,7 +74,9 @@ def test_messages():
     """Owners' gradients and weights are as many bytes as ZeRO's. Of tp ranks, each sends what is not its turn there
     and back."""
     def sent(ranks: int, *flags) -> int:
-        return sum(size * number for found in messages(18, ranks, [*TINY, *flags, "--max_tokens", 2 * 16 * ranks])
+        program = Program(18, [*TINY, *flags, "--max_tokens", 2 * 16 * ranks])
+        [messages] = run(program, threads(ranks), [Messages()]).watches
+        return sum(size * number for found in messages.of_a_step()
                    for (kind, *_, size), number in found.items() if kind == "send")
 
     assert sent(3, "--dp_size", 3, "--optimizer", "muon") == 2 * (3 - 1) * 4 * WHOLE

@@ -1,12 +1,14 @@
 """choose.py: its formulas against the schedules, the planner and real runs of the steps; the page computes the same."""
 
-import json
 import types
 
 import pytest
 import torch
-from lab.launch import ROOT, STEPS, fork, modules_of
-from support.messages import messages
+from lab.launch import modules_of
+from lab.program import Program
+from lab.ranks import run, threads
+from lab.watch.kept import Kept
+from lab.watch.messages import Messages
 from test_tool_site_scripts import needs_node, node
 
 with modules_of(9):
@@ -82,26 +84,20 @@ def test_memory_is_that_of_the_planner(dtype, recompute):
         assert all(0.89 * ours < theirs < 1.02 * ours for ours, theirs in zip(found, expected, strict=True)), name
 
 
-def run(folder, script: str, step: int, split: Split, *flags) -> list:
-    """What each of four ranks of a training of the tiny Llama counts under this script of tests/support."""
-    sizes = [word for axis in splits.AXES if (size := getattr(split, axis)) > 1 for word in (f"--{axis}_size", size)]
-    engine = ["--pp_engine", split.engine] if split.pp > 1 else []
-    fork(step, 4, folder / "out", STEPS[str(step)] / "train.py", *sizes, *engine, *flags, "--micro_batch_size", 2,
-         "--gradient_accumulation_steps", 4, "--log_dir", folder, script=ROOT / "tests" / "support" / script)
-    return [json.loads((folder / "out" / f"rank{rank}.json").read_text()) for rank in range(4)]
-
-
 @pytest.mark.parametrize("step, split, more", [
     (11, Split(1, 2, 2, "1f1b", 0), []), (11, Split(1, 2, 2, "interleaved", 0), ["--virtual_stages", 2]),
     (14, Split(1, 2, 2, "1f1b", 0, sp=True), ["--sequence_parallel"]),
     (16, Split(1, 2, 2, "1f1b", 0), ["--num_experts", 4])], ids=str)
-def test_activations_of_real_runs(tmp_path, step, split, more):
+def test_activations_of_real_runs(step, split, more):
     """The first stage of two, over two tp ranks: what autograd keeps, within 2 %. No activation is shaped as a weight.
     """
-    kept = run(tmp_path, "saved_for_backward.py", step, split, *more, "--seq_len", 24, "--max_tokens", 192)[0]["others"]
+    flags = ["--tp_size", split.tp, "--pp_size", split.pp, "--pp_engine", split.engine, "--micro_batch_size", 2, *more,
+             "--gradient_accumulation_steps", 4, "--seq_len", 24, "--max_tokens", 192, "--dtype", "float32",
+             "--num_hidden_layers", 8]
+    [kept] = run(Program(step, flags), threads(4), [Kept()]).watches
     job = JOB._replace(seq_len=24, experts=4 if step == 16 else 0)
     _, layers, _ = split_memory.alive(split, 0, 4, splits.layers_of_chunks(job, split, 0))
-    assert kept == pytest.approx(layers * split_memory.sizes_of(job, split).layer, rel=0.02)
+    assert kept.most[0]["others"] == pytest.approx(layers * split_memory.sizes_of(job, split).layer, rel=0.02)
 
 
 def axis_of(kind: str, group: tuple[int, ...], split: Split) -> str:
@@ -134,7 +130,8 @@ def test_bytes_sent_by_real_runs(step, split, more):
     job = JOB._replace(recompute="--recompute" in more, dtype="bfloat16" if "bfloat16" in more else "float32",
                        shard_size=2 if "--shard_size" in more else 0, gather_once="--gather_once" in more,
                        experts=2 if step == 16 else 0)  # of which a token takes both: as many rows leave as on average
-    for rank, counted in enumerate(messages(step, 4, flags)):
+    [messages] = run(Program(step, flags), threads(4), [Messages()]).watches
+    for rank, counted in enumerate(messages.of_a_step()):
         found = dict.fromkeys(splits.AXES, 0)
         for (kind, group, _, size), count in counted.items():
             if kind != "receive":

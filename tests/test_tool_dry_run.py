@@ -10,8 +10,11 @@ import types
 from collections import Counter
 
 import pytest
-from lab.launch import ROOT, STEPS, environment, fork, modules_of
-from support.messages import LOGGED, messages
+from lab.launch import ROOT, STEPS, environment, modules_of
+from lab.program import Program
+from lab.ranks import processes, run, threads
+from lab.watch.kept import Allocated
+from lab.watch.messages import LOGGED, Messages
 
 with modules_of(9):
     import dry_run
@@ -60,38 +63,39 @@ def dry(step: int, ranks: int, rank: int, flags: list):
     return run_rank(STEPS[str(step)] / "train.py", [*map(str, flags)], ranks, rank, 8, lambda *_: 0.0, False, PRESETS)
 
 
-def tokens(seq_len: int, step: int, ranks: int, flags: str) -> int:
+def tokens(seq_len: int, step: int, ranks: int, flags: list) -> int:
     """Of two optimizer steps."""
     return 2 * 2 * seq_len * (4 if step == 9 else 2 * (ranks if "--dp_size" in flags else 1))
 
 
 @cases("tensor", "unlike pipelines", "chunks, backward in two parts")
 def test_messages_are_those_of_a_real_run(step, ranks, flags):
-    real = messages(step, ranks, [*SHORT, *flags.split(), "--max_tokens", tokens(16, step, ranks, flags)])
+    flags = [*SHORT, *flags.split()]
+    program = Program(step, [*flags, "--max_tokens", tokens(16, step, ranks, flags)])
+    [real] = run(program, threads(ranks), [Messages()]).watches
     for rank in {0, ranks - 1}:
-        log = dry(step, ranks, rank, [*SHORT, *flags.split()]).count.log
+        log = dry(step, ranks, rank, flags).count.log
         found = Counter((each.kind, each.group, each.peer, each.num_bytes) for each in log
                         if isinstance(each, Event) and each.num_bytes > LOGGED)
-        assert found == real[rank], rank
+        assert found == real.of_a_step()[rank], rank
 
 
 @cases("chunks, backward in two parts")
-def test_memory_is_that_of_a_real_run(tmp_path, step, ranks, flags):
+def test_memory_is_that_of_a_real_run(step, ranks, flags):
     """By torch's allocator: what the step adds to weights and averages, within 2 %. gloo's threads let go of what they
     have sent a little late, so of the ranks of a kind the least counts; and up to three runs."""
-    flags, kinds = [*SMALL, "--seq_len", "128", *flags.split()], {}
+    flags, kinds = [*SMALL, "--seq_len", "128", "--dtype", "float32", *flags.split()], {}
     for rank in {0, ranks - 1}:
         count = dry(step, ranks, rank, flags).count
         grown = count.peak.total() - sum(count.snapshots["before the step"].values())
         kinds.setdefault(grown, []).append(rank)
     for attempt in range(3):
-        fork(step, ranks, tmp_path / str(attempt), STEPS[str(step)] / "train.py", *flags, "--log_dir", tmp_path,
-             "--max_tokens", tokens(128, step, ranks, " ".join(flags)), script=ROOT / "tests/support/allocated.py")
-        real = [json.loads((tmp_path / str(attempt) / f"rank{rank}.json").read_text()) for rank in range(ranks)]
-        if all(min(real[rank] for rank in of_kind) == pytest.approx(grown, rel=0.02)
+        program = Program(step, [*flags, "--max_tokens", tokens(128, step, ranks, flags)])
+        [real] = run(program, processes(ranks), [Allocated()]).watches
+        if all(min(real.grown[rank] for rank in of_kind) == pytest.approx(grown, rel=0.02)
                for grown, of_kind in kinds.items()):
             return
-    raise AssertionError((kinds, real))
+    raise AssertionError((kinds, real.grown))
 
 
 def test_weights_gradients_averages_and_operations_are_exact():

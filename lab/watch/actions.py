@@ -1,8 +1,9 @@
 """What each rank computes when: the forwards and backwards of its micro-batches, among the messages."""
 
 import contextlib
-from collections import Counter
-from collections.abc import Iterator
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 from unittest import mock
 
@@ -15,10 +16,10 @@ LETTERS = {"forward": "F", "backward": "B", "weight gradients": "W"}
 
 
 class Action(NamedTuple):
-    """`start` and `end` are moments, which the world counts: see Event in lab/rank_collectives.py."""
+    """`start` and `end` are moments, which the world counts, those of its messages too (Event)."""
 
     rank: int
-    kind: str  # F, B, W, or the name of another part of a step, such as optimizer
+    kind: str  # F, B, W, or the name of another part of an optimizer step
     microbatch: int
     chunk: int
     start: int
@@ -26,55 +27,48 @@ class Action(NamedTuple):
 
 
 class Schedule(Watch):
-    """`actions` of all ranks, in the order in which they end."""
+    """`actions` of all ranks, in the order of their ends: the spans of a step's timeline, from step 6 on. Before, a
+    forward of the whole model is one, and a backward."""
 
     places = ("threads",)
 
     def __init__(self):
         self.actions: list[Action] = []
-        self.counts: dict[int, Counter] = {}  # of ranks whose step has no timeline: its forwards and backwards so far
+        self.counts: dict[tuple, Iterator[int]] = defaultdict(itertools.count)  # (rank, kind) -> micro-batches
+        self.without_timeline: set[int] = set()  # ranks
 
-    @contextlib.contextmanager
-    def around(self, ranks) -> Iterator[None]:
-        self.world, backward = ranks.world, torch.Tensor.backward
-
-        def noted(tensor: torch.Tensor, *args, **kwargs) -> None:
-            with self.whole("B", dist.get_rank()):
-                backward(tensor, *args, **kwargs)
-
-        with mock.patch.object(torch.Tensor, "backward", noted):
-            yield
-
-    @contextlib.contextmanager
-    def span(self, rank: int, kind: str, microbatch: int = 0, chunk: int = 0) -> Iterator[None]:
-        start = next(self.world.moments)
-        yield
-        self.actions.append(Action(rank, kind, microbatch, chunk, start, next(self.world.moments)))
-
-    def whole(self, kind: str, rank: int) -> contextlib.AbstractContextManager:
-        """A pass through the whole model, in a step that has no timeline."""
-        if rank not in self.counts:
-            return contextlib.nullcontext()
-        self.counts[rank][kind] += 1
-        return self.span(rank, kind, self.counts[rank][kind] - 1)
+    def around(self, ranks) -> contextlib.AbstractContextManager:
+        self.world = ranks.world
+        return mock.patch.object(torch.Tensor, "backward", self.counted("B", torch.Tensor.backward))
 
     def begin(self, modules, rank: int) -> None:
-        if hasattr(modules, "timeline"):
-            timeline = modules.timeline.timeline
-            own = timeline.span
-
-            def span(kind: str, microbatch: int | None = None, chunk: int = 0):
-                if kind in ("wait", "all-to-all"):  # those are messages
-                    return own(kind, microbatch)
-                return self.span(rank, LETTERS.get(kind, kind), microbatch or 0, chunk)
-
-            timeline.span = span
+        if not hasattr(modules, "timeline"):
+            self.without_timeline.add(rank)
+            modules.model.Llama.forward = self.counted("F", modules.model.Llama.forward)
             return
-        self.counts[rank] = Counter()
-        forward = modules.model.Llama.forward
+        timeline = modules.timeline.timeline
+        own = timeline.span
 
-        def noted(*args, **kwargs):
-            with self.whole("F", rank):
-                return forward(*args, **kwargs)
+        @contextlib.contextmanager
+        def span(kind: str, *of):
+            with own(kind, *of), self.span(kind, *of):
+                yield
 
-        modules.model.Llama.forward = noted
+        timeline.span = span
+
+    @contextlib.contextmanager
+    def span(self, kind: str, microbatch: int | None = None, chunk: int = 0) -> Iterator[None]:
+        start = next(self.world.moments)
+        yield
+        if kind not in ("wait", "all-to-all"):  # the messages say these
+            self.actions.append(Action(dist.get_rank(), LETTERS.get(kind, kind), microbatch or 0, chunk, start,
+                                       next(self.world.moments)))
+
+    def counted(self, kind: str, function: Callable) -> Callable:
+        def call(*args, **kwargs):
+            if (rank := dist.get_rank()) not in self.without_timeline:
+                return function(*args, **kwargs)
+            with self.span(kind, next(self.counts[rank, kind])):
+                return function(*args, **kwargs)
+
+        return call

@@ -91,27 +91,20 @@ class CountedStore(dist.Store):
         return 0  # another rank is the last one
 
 
-class Count(TorchDispatchMode):
-    """Sizes of all tensors, operations, and `log`, what the rank does: ("compute", seconds, those of its products
-    alone), ("begin", phase, micro-batch, chunk), ("end",), ("wait", handle), Event. `seconds_of(flops, bytes, dtype)`
-    prices an operation.
+class Held:
+    """Bytes of storages by kind, of each from when it is noted until it is freed.
+
+    `held` now; `peak`, the most of all together, and in which phase; `most` of each kind by itself; `snapshots` by name,
+    and `moments`, one after each phase: its name, and what is held then.
     """
 
-    def __init__(self, seconds_of: Callable[[float, float, torch.dtype | None], float], is_gpu: bool):
-        super().__init__()
-        self.fake, self.is_fake, self.is_gpu = FakeTensorMode(allow_non_fake_inputs=True), False, is_gpu
-        self.seconds_of, self.log, self.is_view, self.phase = seconds_of, [], {}, "weights"
-        self.default, self.storages, self.held = "weights", {}, Counter(dict.fromkeys(KINDS, 0))
-        self.snapshots: dict[str, dict] = {}
+    def __init__(self):
+        self.default, self.phase, self.storages = "weights", "weights", {}
+        self.held, self.snapshots = Counter(dict.fromkeys(KINDS, 0)), {}
         self.restart()
 
     def restart(self) -> None:
-        """`peak`: the most of all together; `most`: of each by itself; `kept`: between two actions, for backward."""
-        self.log.clear()
-        self.flops, self.peak, self.peak_at, self.kept, self.most = 0, Counter(), "", 0, Counter(self.held)
-        self.alive = 0
-
-    # Memory
+        self.peak, self.peak_at, self.most, self.alive, self.moments = Counter(), "", Counter(self.held), 0, []
 
     def note(self, tensor: torch.Tensor, category: str) -> None:
         storage = tensor.untyped_storage()
@@ -143,6 +136,43 @@ class Count(TorchDispatchMode):
         if entry := self.storages.get(storage._cdata):
             change, entry[0] = storage.nbytes() - entry[0], storage.nbytes()
             self.grow(entry[1], change)
+
+    def snapshot(self, name: str) -> None:
+        self.snapshots[name] = dict(self.held)
+
+    def kind_of(self, func, source: torch.Tensor | None) -> str:
+        """Of what an operation makes: the copy of a weight in another dtype is one, too."""
+        entry = func is aten._to_copy.default and self.storages.get(source.untyped_storage()._cdata)
+        return "weights" if self.default == "activations" and entry and entry[1] == "weights" else self.default
+
+    def begin(self, phase: str, microbatch: int | None = None, chunk: int | None = 0) -> None:
+        self.phase = phase if microbatch is None else f"{phase} {microbatch}"
+
+    def end(self, params: Sequence[torch.Tensor]) -> None:
+        """Of the phase. By now the gradients of `params` are known."""
+        for param in params:
+            if param.grad is not None:
+                self.label(param.grad, "gradients")
+        self.moments.append((self.phase, dict(self.held)))
+        self.phase = "between"
+
+
+class Count(Held, TorchDispatchMode):
+    """Sizes of all tensors, operations, and `log`, what the rank does: ("compute", seconds, those of its products
+    alone), ("begin", phase, micro-batch, chunk), ("end",), ("wait", handle), Event. `seconds_of(flops, bytes, dtype)`
+    prices an operation. `kept`: the most between two actions, for backward.
+    """
+
+    def __init__(self, seconds_of: Callable[[float, float, torch.dtype | None], float], is_gpu: bool):
+        TorchDispatchMode.__init__(self)
+        self.fake, self.is_fake, self.is_gpu = FakeTensorMode(allow_non_fake_inputs=True), False, is_gpu
+        self.seconds_of, self.log, self.is_view = seconds_of, [], {}
+        Held.__init__(self)
+
+    def restart(self) -> None:
+        super().restart()
+        self.log.clear()
+        self.flops, self.kept = 0, 0
 
     # Operations
 
@@ -176,10 +206,7 @@ class Count(TorchDispatchMode):
             returns = func._schema.returns
             is_view = any(each.alias_info and not each.alias_info.is_write for each in returns)
             is_view = self.is_view[func] = is_view or "empty" in func.name() or "_unsafe_view" in func.name()
-        category = self.default
-        if func is aten._to_copy.default and self.default == "activations":
-            entry = self.storages.get(tensors[0].untyped_storage()._cdata)  # a copy of a weight in another dtype
-            category = "weights" if entry and entry[1] == "weights" else category
+        category = self.kind_of(func, tensors[0] if tensors else None)
         for each in made:
             self.note(each, category)
         if is_view or self.default != "activations":
@@ -196,19 +223,13 @@ class Count(TorchDispatchMode):
     # Phases
 
     def begin(self, phase: str, microbatch: int | None = None, chunk: int | None = 0) -> None:
-        self.phase = phase if microbatch is None else f"{phase} {microbatch}"
+        super().begin(phase, microbatch, chunk)
         self.log.append(("begin", phase, microbatch, chunk or 0))
 
     def end(self, params: Sequence[torch.Tensor]) -> None:
         self.log.append(("end",))
         self.kept = max(self.kept, self.held["activations"] + self.held["messages"])
-        for param in params:
-            if param.grad is not None:
-                self.label(param.grad, "gradients")
-        self.phase = "between"
-
-    def snapshot(self, name: str) -> None:
-        self.snapshots[name] = dict(self.held)
+        super().end(params)
 
 
 class Communication:

@@ -1,6 +1,7 @@
 """The messages of all ranks, in their order, and those of one optimizer step."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -9,6 +10,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lab.rank_collectives import Event
 from lab.watch import Watch
+
+
+KINDS = ("send", "receive", "all_reduce", "all_to_all_single")  # what carries tensors of the training
+LOGGED = 64  # numbers for the log have so many bytes at most, and are left out
 
 
 class Messages(Watch):
@@ -36,3 +41,8 @@ class Messages(Watch):
     def between(self, rank: int, step: int) -> list[Event]:
         """What a rank exchanges from its optimizer step `step`, counted from 0, to the next one."""
         return [event for event in self.events[slice(*self.before[rank][step : step + 2])] if event.rank == rank]
+
+    def of_a_step(self, step: int = 0) -> list[Counter]:
+        """Of each rank, how often it had each (kind, other ranks of the group, peer, bytes) between those steps."""
+        return [Counter(event[1:5] for event in self.between(rank, step)
+                        if event.kind in KINDS and event.num_bytes > LOGGED) for rank in sorted(self.before)]

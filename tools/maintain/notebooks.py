@@ -49,7 +49,7 @@ def executed(path: pathlib.Path) -> nbformat.NotebookNode:
     with FileLock(f"{kept}.lock"):
         if not kept.is_file():
             notebook = read(path)
-            NotebookClient(notebook, timeout=SECONDS, resources={"metadata": {"path": path.parent}}).execute()
+            NotebookClient(notebook, timeout=SECONDS, coalesce_streams=True, resources={"metadata": {"path": path.parent}}).execute()
             nbformat.write(notebook, kept)
         return nbformat.read(kept, as_version=4)
 

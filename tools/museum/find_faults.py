@@ -13,7 +13,6 @@ import functools
 import gc
 import itertools
 import math
-import pathlib
 import tempfile
 import textwrap
 from typing import NamedTuple
@@ -22,7 +21,6 @@ import torch
 
 import same_numbers
 from lab.flags import one_process, sizes, without
-from lab.launch import STEPS
 from lab.program import Edit, Program, StepModules
 from lab.ranks import run as run_program
 from lab.ranks import threads
