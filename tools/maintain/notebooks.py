@@ -12,6 +12,8 @@ import os
 import pathlib
 import re
 import sys
+import tempfile
+from unittest import mock
 
 import jupytext
 import nbformat
@@ -21,6 +23,7 @@ from nbclient import NotebookClient
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.md"))
 USED = ("lab", "step*", "beyond/step*", "cluster", "same_numbers")  # rooms whose code a notebook runs
+FOLDERS = ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
 SECONDS = 300  # that a cell may take, on a machine that others use, too
 ADDRESS = re.compile(r'^REPOSITORY = "(.*)"', re.M)
 BADGE = re.compile(r"(/assets/notebook\.svg\)\]\()[^)]*?(notebooks/\w+\.ipynb\))")
@@ -39,8 +42,17 @@ def as_ipynb(path: pathlib.Path) -> str:
     return nbformat.writes(read(path)) + "\n"
 
 
+def run(path: pathlib.Path) -> nbformat.NotebookNode:
+    """With its outputs, from a fresh kernel, which leaves nothing in the home directory."""
+    notebook = read(path)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, dict.fromkeys(FOLDERS, folder)):
+        NotebookClient(notebook, timeout=SECONDS, coalesce_streams=True,
+                       resources={"metadata": {"path": path.parent}}).execute()
+    return notebook
+
+
 def executed(path: pathlib.Path) -> nbformat.NotebookNode:
-    """The notebook with its outputs, from a fresh kernel; kept until its text, or code that it may run, changes."""
+    """The notebook with its outputs, which are kept until its text, or code that it may run, changes."""
     sources = sorted(source for room in USED for source in ROOT.glob(f"{room}/**/*.py"))
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in [path, *sources])).hexdigest()
     folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or ROOT / "runs", "notebooks")
@@ -48,9 +60,7 @@ def executed(path: pathlib.Path) -> nbformat.NotebookNode:
     kept = folder / f"{path.stem}-{digest[:16]}.ipynb"
     with FileLock(f"{kept}.lock"):
         if not kept.is_file():
-            notebook = read(path)
-            NotebookClient(notebook, timeout=SECONDS, coalesce_streams=True, resources={"metadata": {"path": path.parent}}).execute()
-            nbformat.write(notebook, kept)
+            nbformat.write(run(path), kept)
         return nbformat.read(kept, as_version=4)
 
 
