@@ -13,9 +13,9 @@ import importlib
 
 MODULES = {  # public name -> its module, which is imported when the name is first used: most of them import torch
     "Allocated": "watch.kept", "Edit": "program", "Kept": "watch.kept", "Memory": "watch.held",
-    "Messages": "watch.messages", "Numbers": "watch.numbers", "Program": "program", "Result": "ranks",
+    "Messages": "watch.messages", "Numbers": "watch.numbers", "Program": "program", "Result": "results",
     "SameNumbers": "watch.numbers", "Schedule": "watch.actions", "WholeNumbers": "watch.numbers", "compare": "results",
-    "look": "results", "processes": "ranks", "run": "ranks", "threads": "ranks", "timed": "picture"}
+    "look": "one_step", "processes": "ranks", "run": "ranks", "threads": "ranks", "timed": "picture"}
 __all__ = [*MODULES]
 
 

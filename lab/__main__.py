@@ -56,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
         if kind == "Violation":
             say(str(error))
             return 1
-        if kind != "UserError" and (not isinstance(error, (ValueError, SyntaxError)) or hasattr(error, "rank")):
+        users = isinstance(error, (ValueError, SyntaxError, ImportError)) and not hasattr(error, "rank")
+        if kind != "UserError" and not users:
             raise  # a fault of the program, or of an edit of it: with its traceback
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -64,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def show(args: argparse.Namespace, program: Program) -> int:
     """Runs the step, and before it the unchanged one if there are edits, and prints what was watched."""
-    from lab.results import look, summary  # and with them torch, which takes seconds
+    from lab.one_step import look  # and with it torch, which takes seconds
+    from lab.results import summary
 
     unchanged = None
     if program.edits:

@@ -7,7 +7,7 @@ which takes 1 too. Messages take none. A rank waits where the log of messages sa
 import importlib.util
 import pathlib
 import types
-from collections import defaultdict
+from collections import Counter, defaultdict
 from html import escape
 from typing import NamedTuple
 
@@ -18,7 +18,6 @@ COLOURS = {"forward": "#4477aa", "backward": "#228833", "weight gradients": "#cc
            "wait": "#aa3377", "optimizer": "#777777", "reduce-scatter": "#ee7733", "all-gather": "#66ccee",
            "bubble": "#e3e3e0", "transfer": "#66ccee"}
 GROUND, INK = "#fcfcfa", "#222222"
-FILLS = {"F": COLOURS["forward"], "B": COLOURS["backward"], "W": COLOURS["weight gradients"]}
 FILLS = {"F": COLOURS["forward"], "B": COLOURS["backward"], "W": COLOURS["weight gradients"]}
 KINDS = {"weights": "#aa3377", "gradients": "#ee6677", "optimizer": "#777777", "activations": "#66ccee",
          "messages": "#ee7733"}  # of bytes
@@ -43,7 +42,7 @@ class Timed(NamedTuple):
     """When what happens, in units of time."""
 
     bars: list[tuple]  # (action, start, end)
-    arrows: list[tuple]  # (event of the receiver, when it was sent, when it was taken)
+    arrows: list[tuple]  # (event of the receiver, when it was sent, when it was taken, whether within an action)
     joints: dict[int, tuple]  # number -> (event of one of the ranks, when all had come)
     clocks: dict[int, float]  # rank -> its end
 
@@ -61,16 +60,20 @@ def timed(actions, events) -> Timed:
     marks += [(moment, event.rank, event) for event in events if event.number and begins[event.number] > first
               for moment in {event.posted, event.done}]
     marks.sort(key=lambda mark: mark[0])
-    inside = {action: sum(rank == action.rank and action.start < moment < action.end for moment, rank, _ in marks)
-              for action in passes}
-    found, current, begun = Timed([], [], {}, defaultdict(float)), {}, defaultdict(dict)
+    inside, current = Counter(), {}  # how many messages begin or end within an action; what a rank does
+    for _, rank, what in marks:
+        if hasattr(what, "microbatch"):
+            current[rank] = None if current.get(rank) is what else what
+        else:
+            inside[current.get(rank)] += 1
+    found, begun = Timed([], [], {}, defaultdict(float)), defaultdict(dict)
     clocks = found.clocks
     for moment, rank, what in marks:
         if running := current.get(rank):  # messages divide an action into equal parts
             clocks[rank] += (2 if running.kind == "B" and rank not in with_w else 1) / (inside[running] + 1)
         if what is running:
             found.bars.append((what, begun[what], clocks[rank]))
-            del current[rank]
+            current[rank] = None
         elif hasattr(what, "microbatch"):
             begun[what], current[rank] = clocks[rank], what
             continue
@@ -80,7 +83,7 @@ def timed(actions, events) -> Timed:
             passed = max(begun[what.number].values())
             clocks[rank] = max(clocks[rank], passed)
             if what.kind == "receive":
-                found.arrows.append((what, begun[what.number][what.peer], clocks[rank]))
+                found.arrows.append((what, begun[what.number][what.peer], clocks[rank], running is not None))
             else:
                 found.joints[what.number] = (what, passed)
     return found
@@ -91,9 +94,8 @@ def shapes(result) -> tuple[list[tuple], float, float]:
     drawn, size = timed(result.watch("Schedule").actions, result.world.events), result.world.size
     chunks = types.SimpleNamespace(num_chunks=1 + max((action.chunk for action, *_ in drawn.bars), default=0))
     end = max(drawn.clocks.values(), default=1)
-    inside = {event.number for event, _, taken in drawn.arrows for action, start, stop in drawn.bars
-              if action.rank == event.rank and start < taken < stop}  # of an action itself: many, so they have no tips
-    unit, top = max(15, min(160 if inside else 60, 1000 // end)), [TOP + rank * ROW for rank in range(size)]
+    widest = 160 if any(within for *_, within in drawn.arrows) else 60
+    unit, top = max(15, min(widest, 1000 // end)), [TOP + rank * ROW for rank in range(size)]
     rows = [("rect", (LEFT, y, end * unit, BAR), COLOURS["bubble"], f"rank {rank} waits") for rank, y in enumerate(top)]
     texts = [("start", (8, y + BAR / 2), INK, f"rank {rank}") for rank, y in enumerate(top)]
     for action, start, stop in drawn.bars:
@@ -105,9 +107,9 @@ def shapes(result) -> tuple[list[tuple], float, float]:
         x, ys = LEFT + time * unit, [top[rank] + BAR + 4 for rank in event.group]
         title = f"{event.number}: {event.kind} of ranks {', '.join(map(str, event.group))}"
         rows += [("line", (x, ys[0], x, ys[-1]), JOINT, title), *(("dot", (x, y), JOINT, title) for y in ys)]
-    for event, sent, taken in drawn.arrows:
+    for event, sent, taken, within in drawn.arrows:
         down = event.rank > event.peer
-        rows.append(("line" if event.number in inside else "arrow",
+        rows.append(("line" if within else "arrow",  # within an action they are many
                      (LEFT + sent * unit, top[event.peer] + BAR * down, LEFT + taken * unit,
                       top[event.rank] + BAR * (not down)), INK, f"{event.number}: rank {event.peer} to {event.rank}"))
     height, kinds = top[-1] + BAR + 16, {action.kind for action, *_ in drawn.bars}
@@ -137,7 +139,7 @@ def held(rows: list, texts: list, memory, drawn: Timed, y: float, unit: float) -
     for rank, moments in sorted(memory.held.items()):
         passes = [kinds for phase, kinds in moments if phase.startswith(("forward", "backward", "weight gradients"))]
         last = [kinds for phase, kinds in moments if phase == "optimizer"][-1:]
-        bytes_of[rank] = [memory.snapshots[rank].get("before the step", {}), *passes, *last]
+        bytes_of[rank] = [{**passes[0], "activations": 0, "messages": 0}, *passes, *last]
     most = max(sum(kinds.values()) for moments in bytes_of.values() for kinds in moments) or 1
     for rank, moments in bytes_of.items():
         ends = [0, *(stop for action, _, stop in drawn.bars if action.rank == rank), end, end + 1]

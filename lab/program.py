@@ -61,8 +61,8 @@ class Program:
     def edited(self, edit: Edit) -> str:
         """The text of the edit's file, after the edits before it and this one."""
         path = self.folders[0] / edit.file
-        if not path.is_file():
-            raise ValueError(f"there is no {edit.file} in {path.parent.name}: name a file of that folder")
+        if path.parent != self.folders[0] or path.suffix != ".py" or not path.is_file():
+            raise ValueError(f"there is no {edit.file} in {self.folders[0].name}: name a .py file of that folder")
         text = self.texts.get(edit.file) or path.read_text(encoding="utf-8")
         if (count := text.count(edit.old)) != 1:
             raise ValueError(f"{path.parent.name}/{edit.file} contains this text {count} times, not once: {edit.old!r}")

@@ -16,14 +16,14 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 from unittest import mock
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from lab.launch import ROOT, fork, metrics
-from lab.program import Program, StepModules
+from lab.program import Program
+from lab.results import Result
 from lab.thread_ranks import World
 from lab.watch import Watch
 
@@ -51,39 +51,6 @@ def random_samples(dataset_name, model_name, seq_len: int, vocab_size: int, num_
     """In place of load_samples(), with its arguments."""
     samples = RandomSamples(seq_len, vocab_size, num_samples)
     return [samples, RandomSamples(seq_len, vocab_size, num_samples, num_samples, held_out)][: 1 + (held_out > 0)]
-
-
-class Result(NamedTuple):
-    rows: list[dict]  # metrics.jsonl: one for each optimizer step
-    modules: list[StepModules]  # by rank
-    world: World | None
-    watches: list[Watch]
-
-    def watch(self, name: str) -> Watch | None:
-        """The watch of this class, None where it was not installed."""
-        return next((watch for watch in self.watches if type(watch).__name__ == name), None)
-
-    def picture(self, path: str | pathlib.Path) -> None:
-        """Draws what a Schedule has watched, as .svg or .png."""
-        from lab.picture import save
-
-        save(self, path)
-
-    def beside(self, other: "Result") -> str:
-        """The first differences from another result."""
-        from lab.results import compare
-
-        return compare(self, other)
-
-    def __str__(self) -> str:
-        from lab.results import text
-
-        return text(self)
-
-    def _repr_html_(self) -> str:
-        from lab.results import as_html
-
-        return as_html(self)
 
 
 class threads:  # noqa: N801  it reads as the function that it is

@@ -36,7 +36,7 @@ def test_cases_are_all_steps():
                                   for step in CASES])
 def test_each_step_answers(step):
     flags, size = CASES[step]
-    result, said = look(step, flags, watch=["messages", "schedule", "numbers"], say=(said := []).append), said
+    result = look(step, flags, watch=["messages", "schedule", "numbers"], say=(said := []).append)
     assert result.world.size == size and said[0].startswith(f"{size} rank")
     assert len(result.rows) == (2 if step == 17 else 1) and f"loss {result.rows[0]['loss']:.6f}" in str(result)
     kinds = {action.kind for action in result.watch("Schedule").actions}
@@ -56,10 +56,9 @@ def test_picture_of_one_forward_one_backward(tmp_path):
     arrows = [title.partition(": ")[2] for title in titles(first, "path") if " to " in title]
     pairs = [pair for k in range(3) for pair in (f"rank {k} to {k + 1}", f"rank {k + 1} to {k}")]
     assert sorted(arrows) == sorted(pairs * 8)
-    ends = max(float(each.get("x")) + float(each.get("width")) for each in ElementTree.fromstring(first).iter(SVG + "rect"))
-    unit = next(float(each.get("width")) + 1 for each in ElementTree.fromstring(first).iter(SVG + "rect")
-                if each.find(f"{SVG}title").text == "rank 0: F0")
-    assert ends - 64 == pytest.approx(3 * (8 + 3) * unit, abs=1)  # 3 (m + p - 1): the bubble of 1F1B
+    widths = {each.find(f"{SVG}title").text: float(each.get("width"))
+              for each in ElementTree.fromstring(first).iter(SVG + "rect")}
+    assert widths["rank 0 waits"] == 3 * (8 + 3) * (widths["rank 0: F0"] + 1)  # 3 (m + p - 1), as 1F1B takes
     results[0].picture(tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -77,7 +76,8 @@ def test_messages_in_words(capsys):
     assert main(["8", *PP4.split()]) == 0
     printed = capsys.readouterr().out
     assert "4 ranks, one optimizer step: 4 layers of tiny_llama, micro-batches: 8 of 1 x 16 tokens" in printed
-    sends = re.findall(r"^ +\d+  rank (\d) -> rank (\d)  send 1 x 16 x 128 float64, (forward|backward) (\d)$", printed, re.M)
+    line = r"^ +\d+  rank (\d) -> rank (\d)  send 1 x 16 x 128 float64, (forward|backward) (\d)$"
+    sends = re.findall(line, printed, re.M)
     assert sorted(sends) == sorted(
         (str(rank + k), str(rank + 1 - k), kind, str(i))
         for rank, (k, kind), i in itertools.product(range(3), enumerate(("forward", "backward")), range(8)))
@@ -105,6 +105,8 @@ def test_first_numbers_that_differ():
     difference = look(6, TWO, [edit], watch).beside(look(6, TWO, watch=watch))
     assert difference.startswith("no difference in losses\nfirst difference of numbers: gradients of ")
     assert "on rank 0 in update 1, by up to" in difference
+    tiny = Edit("train.py", "loss = train_step(model, data_loader)", "loss = train_step(model, data_loader) + 1e-12")
+    assert "first difference of losses:\n    changed    step 1: 7.29" in look(6, TWO, [tiny]).beside(look(6, TWO))
     assert look(6, TWO, watch=watch).beside(look(6, TWO, watch=watch)).endswith("no difference in numbers")
 
 
