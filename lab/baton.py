@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import sys
+import sysconfig
 import threading
 import time
 import types
@@ -21,6 +22,7 @@ from lab.launch import ROOT
 
 READER = ROOT / "exercises" / "mine"  # where readers write, see exercises/try.py
 OWN = str(ROOT / "lab") + os.sep
+NOT_OURS = (OWN, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 CELL = re.compile(r"ipykernel_|<ipython-input")  # in the file name of a notebook's cell
 
 
@@ -69,11 +71,11 @@ class Where(NamedTuple):
 
 @functools.cache
 def is_ours(path: str) -> bool:
-    return path.startswith(str(ROOT)) and not path.startswith(OWN) or bool(CELL.search(path))
+    return not path.startswith(NOT_OURS)
 
 
 def place(frame: types.FrameType | None = None) -> Where:
-    """Where a program is: the innermost frame in READER, else the innermost one of this repository."""
+    """Where a program is: the innermost frame in READER, else the innermost one that is of no library."""
     frame, found, reader = frame or sys._getframe(1), None, str(READER)
     while frame:
         path = frame.f_code.co_filename

@@ -8,6 +8,7 @@
 
 import argparse
 import hashlib
+import html
 import os
 import pathlib
 import re
@@ -19,6 +20,7 @@ import jupytext
 import nbformat
 from filelock import FileLock
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.md"))
@@ -43,11 +45,15 @@ def as_ipynb(path: pathlib.Path) -> str:
 
 
 def run(path: pathlib.Path) -> nbformat.NotebookNode:
-    """With its outputs, from a fresh kernel, which leaves nothing in the home directory."""
+    """With its outputs, from a fresh kernel, which leaves nothing in the home directory. Raises ValueError where a cell
+    does."""
     notebook = read(path)
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, dict.fromkeys(FOLDERS, folder)):
-        NotebookClient(notebook, timeout=SECONDS, coalesce_streams=True,
-                       resources={"metadata": {"path": path.parent}}).execute()
+        try:
+            NotebookClient(notebook, timeout=SECONDS, coalesce_streams=True,
+                           resources={"metadata": {"path": path.parent}}).execute()
+        except CellExecutionError as error:
+            raise ValueError(f"{path.name}: {error}") from None
     return notebook
 
 
@@ -65,13 +71,14 @@ def executed(path: pathlib.Path) -> nbformat.NotebookNode:
 
 
 def printed(notebook: nbformat.NotebookNode) -> str:
-    """What its cells print and show, as text. What shows itself as HTML only counts as that."""
+    """What its cells print and show, as text: of HTML the words, without those of pictures."""
     lines = []
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
-            text = output.get("text") or ("(a picture)" if "text/html" in data else data.get("text/plain", ""))
-            lines += [f"[{cell.id}]", *text.rstrip().splitlines()]
+            words = re.sub("<[^>]+>", "", re.sub("<svg.*?</svg>", "(a picture)", data.get("text/html", ""), flags=re.S))
+            text = output.get("text") or html.unescape(words) or data.get("text/plain", "")
+            lines += [f"[{cell.id}]", *text.strip().splitlines()]
     return "\n".join(lines) + "\n"
 
 
