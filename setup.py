@@ -6,7 +6,8 @@ FINETUNE = ["peft>=0.18", "bitsandbytes>=0.50", "gguf>=0.18"]  # gguf: for tools
 ENGINES = ["torchx==0.7.0", "ray>=2.50", "kubernetes>=30", "boto3>=1.34", "google-cloud-batch>=0.17",
            "kubeflow-trainer-api>=2.3"]
 TRAINERS = ["accelerate>=1.15", "deepspeed>=0.19", "lightning>=2.6", "megatron-core>=0.16", "peft>=0.18"]
-DOCS = ["sphinx>=8.1", "myst-parser>=4.0", "furo>=2025.7", "sphinx-copybutton>=0.5", "latex2mathml>=3.77"]
+NOTEBOOKS = ["jupytext>=1.16", "nbclient>=0.10", "nbformat>=5.10", "ipykernel>=6.29", "filelock>=3.12"]
+DOCS = ["sphinx>=8.1", "myst-parser>=4.0", "furo>=2025.7", "sphinx-copybutton>=0.5", "latex2mathml>=3.77", *NOTEBOOKS]
 
 setup(
     name="distributed-training-tutorial",

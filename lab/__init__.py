@@ -17,7 +17,8 @@ MODULES = {  # public name -> its module, which is imported when the name is fir
     "Memory": "watch.held", "Messages": "watch.messages", "Numbers": "watch.numbers", "Program": "program",
     "Result": "results", "SameNumbers": "watch.numbers", "Schedule": "watch.actions", "Stop": "stop",
     "Types": "watch.typed_steps", "Waits": "watch.waits", "WholeNumbers": "watch.numbers", "alone": "rank_alone",
-    "compare": "results", "look": "one_step", "processes": "ranks", "run": "ranks", "threads": "ranks"}
+    "compare": "results", "look": "one_step", "processes": "ranks", "run": "ranks", "threads": "ranks",
+    "timed": "picture"}
 __all__ = [*MODULES]
 
 

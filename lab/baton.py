@@ -9,7 +9,9 @@ import functools
 import linecache
 import os
 import pathlib
+import re
 import sys
+import sysconfig
 import threading
 import time
 import types
@@ -20,6 +22,8 @@ from lab.launch import ROOT
 
 READER = ROOT / "exercises" / "mine"  # where readers write, see exercises/try.py
 OWN = str(ROOT / "lab") + os.sep
+NOT_OURS = (OWN, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+CELL = re.compile(r"ipykernel_|<ipython-input")  # in the file name of a notebook's cell
 
 
 class Violation(Exception):
@@ -67,11 +71,11 @@ class Where(NamedTuple):
 
 @functools.cache
 def is_ours(path: str) -> bool:
-    return path.startswith(str(ROOT)) and not path.startswith(OWN)
+    return not path.startswith(NOT_OURS)
 
 
 def place(frame: types.FrameType | None = None) -> Where:
-    """Where a program is: the innermost frame in READER, else the innermost one of this repository."""
+    """Where a program is: the innermost frame in READER, else the innermost one that is of no library."""
     frame, found, reader = frame or sys._getframe(1), None, str(READER)
     while frame:
         path = frame.f_code.co_filename
@@ -86,7 +90,7 @@ def place(frame: types.FrameType | None = None) -> Where:
 def shown(path: str | pathlib.Path) -> str:
     """A path as messages name it: from the repository's folder on, where it is in there."""
     path = pathlib.Path(path)
-    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+    return "a cell" if CELL.search(str(path)) else str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def within(seconds: float, is_over: Callable[[float], bool]) -> bool:

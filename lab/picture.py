@@ -51,7 +51,7 @@ def timed(actions, events) -> Timed:
     """When each rank does its actions, and messages pass. What ranks exchange before the first action is left out."""
     passes = [action for action in actions if action.kind in FILLS]
     first = min((action.start for action in passes), default=0)
-    lasts = {"F": 1, "B": 1 if any(action.kind == "W" for action in passes) else 2, "W": 1}
+    with_w = {action.rank for action in passes if action.kind == "W"}  # elsewhere a backward is both
     begins: dict[int, int] = {}  # of each message; who receives it may wait since before
     for event in events:
         if event.kind != "receive":
@@ -70,7 +70,7 @@ def timed(actions, events) -> Timed:
     clocks = found.clocks
     for moment, rank, what in marks:
         if running := current.get(rank):  # messages divide an action into equal parts
-            clocks[rank] += lasts[running.kind] / (inside[running] + 1)
+            clocks[rank] += (2 if running.kind == "B" and rank not in with_w else 1) / (inside[running] + 1)
         if what is running:
             found.bars.append((what, begun[what], clocks[rank]))
             current[rank] = None

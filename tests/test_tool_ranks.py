@@ -52,6 +52,13 @@ def test_deadlock_shows_who_waits_for_whom():
     assert "rank 0 -> rank 1 -> rank 0" in message and f"{dist.recv.__name__}(torch.empty(1), 1 - rank)" in message
 
 
+@pytest.mark.parametrize("file, shown", [("/tmp/ipykernel_9/8.py", "a cell"), ("/home/x/own.py", "/home/x/own.py")])
+def test_a_place_is_the_line_of_a_program_wherever_that_lies(file, shown):
+    text = "def program(rank):\n    dist.recv(torch.empty(1), 1 - rank)"
+    exec(compile(text, file, "exec"), names := {"dist": dist, "torch": torch})
+    assert f" {shown}, line 2" in violation(2, names["program"])
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_tensor_that_changes_while_it_is_sent(late):
     def program(rank: int) -> None:

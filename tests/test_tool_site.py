@@ -31,7 +31,8 @@ SEARCHES = {  # what people type -> the page that has to be among the first thre
     "W&B": "comparing_runs", "weights and biases login": "comparing_runs", "save the model and resume": "checkpoints",
     "load checkpoint on another grid": "checkpoints", "CUDA OOM in backward": "profiling", "ring attention zigzag": "step15",
     "how to split llama 70b": "choose", "resume": "checkpoints", "save": "checkpoints"}
-KINDS = ("index", "step4", "tour-4", "playground", "choose", "exercise-f", "source-tools-sizes-splits.py", "fine_tuning")
+KINDS = ("index", "step4", "tour-4", "playground", "choose", "exercise-f", "source-tools-sizes-splits.py", "fine_tuning",
+         "08_1f1b")
 
 
 class Reader(html.parser.HTMLParser):
@@ -92,7 +93,7 @@ def test_navigation_is_grouped_and_has_the_titles_of_the_pages(site):
     text = (site / "step12.html").read_text(encoding="utf-8").partition('<div class="sidebar-tree">')[2]
     text = text.partition("</aside>")[0]
     groups = dict(re.findall(r'<span class="caption-text">(.+?)</span></p>(.*?)(?=<p class="caption"|\Z)', text, re.S))
-    assert [*groups] == ["Course", "Beyond", "Your machines", "Is your trainer right", "Reference"]
+    assert [*groups] == ["Course", "Notebooks", "Beyond", "Your machines", "Is your trainer right", "Reference"]
     titles = re.findall(r'toctree-l1[^>]*><a class="reference internal" href="step(\d+)\.html">(.+?)</a>',
                         groups["Course"])
     assert [(number, (STEPS[number] / "README.md").read_text().partition("\n")[0][2:]) for number, _ in titles] == titles

@@ -6,6 +6,7 @@ All pages lie in one folder, so that every address is a name. A file of the repo
     step4_tensor_parallel/TOUR.md             tour-4.html
     step4_tensor_parallel/tensor_parallel.py  step4.html#file-tensor_parallel.py, as the step changed it
     step4_tensor_parallel/utils.py            source-step4_tensor_parallel-utils.py.html, as it did not
+    notebooks/08_1f1b.md, 08_1f1b.ipynb       08_1f1b.html
     tools/steps.py                            source-tools-steps.py.html
     assets/wire.png                           assets-wire.png
 """
@@ -21,6 +22,7 @@ from course.tours import find_tours
 GROUPS = {  # of the navigation -> its pages, in order; a pattern takes those that it finds
     "Course": ("step*/README.md", "playground", "exercises/README.md", "docs/TOUR.md", "docs/WEEK.md",
                "docs/VIDEOS.md"),
+    "Notebooks": ("notebooks/README.md", "notebooks/[0-9]*.md"),
     "Beyond": ("beyond/README.md", "choose", "beyond/step*/README.md"),
     "Your machines": ("cluster/README.md", "cluster/*.md", "docs/FLAGS.md", "docs/LAUNCHERS.md", "docs/LARGE_RUNS.md"),
     "Is your trainer right": ("docs/SAME_NUMBERS.md", "docs/FOUND.md", "docs/SCOREBOARD.md", "same_numbers/*.md",
@@ -55,6 +57,7 @@ class Repository:
             if (place := path.relative_to(root)) not in self.documents:
                 is_taken = name.lower() in self.documents.values()
                 self.documents[place] = "-".join(place.with_suffix("").parts if is_taken else [name]).lower()
+        self.notebooks = [place for place in self.documents if (root / place).with_suffix(".ipynb").is_file()]
         self.exercises = {}
         if (root / "exercises" / "catalogue.py").is_file():
             from catalogue import load
@@ -87,7 +90,7 @@ class Repository:
         if not place.exists() or not place.is_relative_to(self.root):
             raise ValueError(f"{folder.relative_to(self.root)}: the link to {target!r} leads to nothing: mend it")
         place = place.relative_to(self.root)
-        for document in (place, place / "README.md"):
+        for document in (place, place / "README.md", *[place.with_suffix(".md")] * (place.suffix == ".ipynb")):
             if document in self.documents:
                 return f"{self.documents[document]}.html{mark}{anchor}"
         if place.suffix in PICTURES:

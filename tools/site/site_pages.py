@@ -5,6 +5,7 @@ import html
 import os
 import pathlib
 import re
+import shutil
 
 from site_code import diff_html, file_html
 from site_links import FORMS, Repository
@@ -66,7 +67,9 @@ def write_pages(repository: Repository, films: dict[str, str], forms: dict[str, 
     for place, page in repository.documents.items():
         folder, text = repository.root / place.parent, (repository.root / place).read_text(encoding="utf-8")
         below = [f"exercise-{name}" for name in repository.exercises] * (page == "exercises")
-        if place in repository.tours:
+        if place in repository.notebooks:
+            pages[page] = notebook_text(repository, place)
+        elif place in repository.tours:
             pages[page] = tour_text(repository, place, films.get(repository.tours[place], ""))
         elif page.removeprefix("step").isdigit():
             pages[page], index[page] = step_text(repository, int(page.removeprefix("step")), text)
@@ -137,6 +140,24 @@ def exercise_text(repository: Repository, one) -> str:
         title=title.rstrip("."), chapter=chapter, name=one.name, task=task, stub=take_out(place, one.blank),
         hints="\n\n".join(HINT.format(i, hint) for i, hint in enumerate(one.hints, 1)), solution=place.source(),
         where=f"{file.removeprefix('../')}, {one.name_in_module}", address=f"{file}#L{place.first}"), folder)
+
+
+def notebook_text(repository: Repository, place: pathlib.Path) -> str:
+    """Its words, its code and, from a run, what that prints and shows."""
+    from maintain.notebooks import executed
+
+    path, parts = repository.root / place, []
+    for cell in executed(path).cells:
+        if cell.cell_type == "markdown":
+            parts.append(repository.rewrite(cell.source, path.parent))
+            continue
+        parts.append(f"```python\n{cell.source}\n```")
+        for output in cell.outputs:
+            data = output.get("data", {})
+            parts.append(raw(data["text/html"]) if "text/html" in data else
+                         f"```\n{(output.get('text') or data['text/plain']).rstrip()}\n```")
+    shutil.copyfile(path.with_suffix(".ipynb"), repository.out / f"{path.stem}.ipynb")
+    return "\n\n".join([*parts, f"{{download}}`This notebook, to run and to change <{path.stem}.ipynb>`"])
 
 
 def source_text(repository: Repository, path: pathlib.Path) -> str:
