@@ -54,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         program = Program(args.step, flags, [Edit(*each) for each in args.edit])
         if args.picture and "schedule" not in args.watch:
             raise ValueError("--picture draws what the watch `schedule` notes: add it to --watch")
+        if args.stop and (others := {"types", "waits"} & {*args.watch}):
+            raise ValueError(f"--stop stops ranks of this process, and {' and '.join(others)} watch one that is alone")
         if args.picture:
             check_place(args.picture)
         say(f"step {args.step}: {program.folders[0].name}/train.py {' '.join(flags)}")
@@ -89,7 +91,7 @@ def show(args: argparse.Namespace, program: Program) -> int:
     if args.picture:
         result.picture(args.picture)
         say(f"picture: {args.picture}")
-    if missed := stop.missed():
+    if args.stop and (missed := stop.missed()):
         raise StopError(missed)
     return 0
 

@@ -14,6 +14,7 @@ from unittest import mock
 
 import lab
 from lab.program import Edit, Program
+from lab.rank_alone import alone
 from lab.ranks import SMALL, check, run, threads
 from lab.results import Result
 from lab.stop import Stop
@@ -31,16 +32,29 @@ def look(step: int | str, flags: str | Sequence = (), edits: Sequence[Edit] = ()
     """
     if str(step) == "1":
         raise ValueError("step 1 trains in one process, without messages: choose a step from 2 on")
-    if str(step) == "2" and "memory" in watch:
-        raise ValueError("memory watches what trains on samples: choose a step from 3 on")
+    if str(step) == "2" and (early := {"memory", "types", "waits"} & {*watch}):
+        raise ValueError(f"{early.pop()} needs a step that trains on samples: choose one from 3 on")
+    if str(step) == "9" and "types" in watch:
+        raise ValueError("types are not known of step 9's samples: choose another step")
     known = [name for name in NAMES if name.title() in lab.MODULES]
     if unknown := [name for name in watch if name not in known]:
         raise ValueError(f"there is no watch {unknown[0]!r}: choose from {', '.join(known)}")
     watches = [getattr(lab, name.title())() for name in dict.fromkeys(watch)]
     program, size, words = one_step(Program(step, shlex.split(flags) if isinstance(flags, str) else flags, edits))
-    check(ranks := threads(size, stop=stop), watches)
-    say(words)
+    of_one = all("alone" in watch.places for watch in watches) and "threads" not in watches[0].places
+    check(ranks := alone(0, size) if of_one else threads(size, stop=stop), watches)
+    say(f"rank 0 of {words}" if of_one else words)
+    if "waits" in watch:  # in a process of its own, which registers a device
+        watches[0].found = waits_of(program, size)
+        return Result([], [], None, watches)
     return run(program, ranks, watches)
+
+
+def waits_of(program: Program, size: int) -> str:
+    from lab.watch.waits import start
+
+    done = start(program, 0, size, check=False).result()
+    return f"the host waits nowhere in the middle of the step: {done.stdout}" if done.returncode == 0 else done.stderr
 
 
 def one_step(program: Program) -> tuple[Program, int, str]:

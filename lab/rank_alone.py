@@ -63,6 +63,9 @@ class Logger:
         if self.left == 0:
             raise EndOfStep
 
+    def close(self) -> None:
+        """After the last step there is nothing to close."""
+
 
 class alone:  # noqa: N801  it reads as the function that it is
     """Rank `rank` of `size`, of which `per_machine` are in a machine, for `steps` optimizer steps. Flags of the program

@@ -151,7 +151,8 @@ def check(ranks, watches: Sequence[Watch]) -> None:
     """Raises ValueError for watches that make no sense on these ranks, or not together."""
     names = [watch.name for watch in watches]
     for watch in watches:
-        if ranks.kind not in watch.places:
-            raise ValueError(f"{watch.name} can't watch {ranks.kind}: choose {' or '.join(watch.places)}")
         for other in watch.apart.keys() & {*names}:
             raise ValueError(f"{watch.name} and {other} can't watch together: {watch.apart[other]}. Leave one out")
+    for watch in watches:
+        if ranks.kind not in watch.places:
+            raise ValueError(f"{watch.name} can't watch {ranks.kind}: choose {' or '.join(watch.places)}")

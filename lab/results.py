@@ -108,20 +108,21 @@ def losses(result: Result) -> str:
 
 
 def tables(result: Result) -> str:
-    memory = result.watch("Memory")
-    return f"{memory}\n{summary(result)}" if memory else summary(result)
+    return "\n".join(filter(None, [*(str(result.watch(name) or "") for name in ("Memory", "Types", "Waits")),
+                                   summary(result)]))
 
 
 def findings(result: Result) -> dict[str, list[str]]:
     """What was watched, in lines."""
-    found = {"losses": [f"step {row['step']}: {row['loss']!r}" for row in result.rows]}  # in all digits
+    found = {"losses": [f"step {row['step']}: {row['loss']!r}" for row in result.rows]} if result.rows else {}
     if result.watch("Messages"):
         found["messages"] = [f"message {number}: {', '.join(words)}" for number, *words in messages(result)]
     if schedule := result.watch("Schedule"):
         actions = sorted(schedule.actions, key=lambda action: (action.rank, action.start))
         found["actions"] = [f"rank {action.rank}: {named(action)}" for action in actions]
-    if memory := result.watch("Memory"):
-        found["memory"] = str(memory).splitlines()
+    for name in ("Memory", "Types", "Waits"):
+        if watch := result.watch(name):
+            found[name.lower()] = str(watch).splitlines()
     return found
 
 

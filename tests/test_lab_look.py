@@ -110,7 +110,20 @@ def test_first_numbers_that_differ():
     assert look(6, TWO, watch=watch).beside(look(6, TWO, watch=watch)).endswith("no difference in numbers")
 
 
+@pytest.mark.parametrize("watch, edit, words", [
+    ("types", ("tensor_parallel.py", "        all_reduce(grad)\n", "        pass\n"), "Found types: [I, V]"),
+    ("waits", ("train.py", "        loss = train_step(", "        torch.zeros(1, device=device).item()\n"
+               "        loss = train_step("), "in the middle of a step the host reads the value of a tensor")])
+def test_watches_of_one_rank_alone(watch, edit, words, capsys):
+    assert main(["4", *TWO.split(), "--tp_size", "2", "--watch", watch, "--edit", *edit]) == 0
+    unchanged, changed = capsys.readouterr().out.split("changed, rank 0 of 2 ranks")[1:]
+    assert words not in unchanged and words in changed
+    assert f"first difference of {watch}:" in changed and "no difference" not in changed
+
+
 @pytest.mark.parametrize("args, words", [
+    ("8 --watch types,messages", "types and messages can't watch together"), ("2 --watch waits", "choose one from 3 on"),
+    ("8 --watch types --stop afab", "watch one that is alone"), ("9 --watch types", "choose another step"),
     ("99", "there is no step 99"), ("1", "choose a step from 2 on"), ("--pp_size 2 8", "the step comes first"),
     ("", "required: step"), ("8 --pp_size 5", "use --pp_size 4 or less"), ("8 --nonsense 3", "unrecognized arguments"),
     ("8 --picture a.jpg", "ends in .svg or .png"), ("8 --picture {file}/a.svg", "can't write"),

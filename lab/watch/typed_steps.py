@@ -27,10 +27,13 @@ class Types(Watch):
     """
 
     places = ("alone",)
-    apart = dict.fromkeys(("messages", "numbers", "memory", "waits"), "under types, a rank ends before its optimizer")
+    apart = dict.fromkeys(("messages", "schedule", "numbers", "memory", "waits"), "under types, a rank ends before its optimizer")
 
     def __init__(self, type_on_tp: Callable[[str, bool], str] | None = None):
         self.type_on_tp = type_on_tp
+
+    def __str__(self) -> str:
+        return f"types: {self.refused or 'nothing is refused on rank 0'}"
 
     @contextlib.contextmanager
     def around(self, ranks) -> Iterator[None]:

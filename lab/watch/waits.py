@@ -52,12 +52,12 @@ class Waits(Watch, TorchDispatchMode):
     """
 
     places = ("alone",)
-    apart = dict.fromkeys(("messages", "numbers", "memory"), "tensors on a device that is not there have no data")
+    apart = dict.fromkeys(("messages", "schedule", "numbers", "memory"), "tensors on a device that is not there have no data")
 
     def __init__(self):
         super().__init__()
         self.num_read, self.num_copied, self.fake = 0, 0, FakeTensorMode(allow_non_fake_inputs=True)
-        self.casts, self.path = collections.Counter(), ""
+        self.casts, self.path, self.found = collections.Counter(), "", ""  # `found`: what start() has printed
 
     @contextlib.contextmanager
     def around(self, ranks) -> Iterator[None]:
@@ -127,7 +127,7 @@ class Waits(Watch, TorchDispatchMode):
             self.num_copied += 1
 
     def __str__(self) -> str:
-        return f"read {self.num_read}, copied {self.num_copied}, cast {sorted(set(self.casts.values()))}"
+        return self.found or f"read {self.num_read}, copied {self.num_copied}, cast {sorted(set(self.casts.values()))}"
 
 
 class Module(_DummyBackendModule):
