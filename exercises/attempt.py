@@ -5,6 +5,7 @@ import copy
 import functools
 import inspect
 import itertools
+import math
 import pathlib
 import traceback
 from collections.abc import Callable, Iterable
@@ -146,10 +147,11 @@ class Attempt:
     def typed(self, axes: dict[str, int]):
         """One rank of a grid under types for collectives, see lab/watch/types.py. What it refuses is wrong."""
         try:
+            from lab.rank_alone import alone
             from lab.watch.types import TypedRank, TypeRefused
         except ImportError as error:
             raise Wrong(str(error)) from None
-        with TypedRank(axes) as rank:
+        with alone(0, math.prod(axes.values())).joined(), TypedRank(axes) as rank:
             try:
                 yield rank
             except TypeRefused as error:

@@ -5,10 +5,9 @@ import types
 
 import torch
 
-from counting_ranks import DP_TP, small_llama
+from counting_ranks import DP_TP, on_grid, small_llama
 from counting_runs import llama
 from lab.program import Program
-from lab.thread_ranks import World
 
 IDS = torch.zeros(1, 4, dtype=torch.long)
 
@@ -16,9 +15,7 @@ IDS = torch.zeros(1, 4, dtype=torch.long)
 @functools.cache
 def zero_run(replicas: int, layers: int) -> float:
     """Bytes of weights, gradients and moments that a rank has after an optimizer step, the mean over ranks."""
-    def program(modules, rank):
-        modules.process_group_manager.setup_process_group_manager(replicas, 1, 1)
-        model = modules.zero.Zero(small_llama(modules, layers, 16), 2)
+    def program(modules, model):
         optimizer = torch.optim.AdamW(model.named_parameters())
         model(IDS).sum().backward()
         model.finish_gradient_sync()
@@ -28,66 +25,53 @@ def zero_run(replicas: int, layers: int) -> float:
         kept += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
-    source = Program("12")
-    return sum(World(replicas).run(lambda rank: program(source.load(), rank))) / replicas
+    kept, _ = on_grid("12", (replicas, 1, 1), lambda modules: modules.zero.Zero(
+        small_llama(modules, layers=layers), 2), program)
+    return sum(kept) / replicas
 
 
 @functools.cache
 def fsdp_run(layers: int, replicas: int, microbatches: int, hidden: int, width: int) -> float:
     """Bytes that a rank sends in an optimizer step, the mean over ranks."""
-    def program(modules, rank):
-        modules.process_group_manager.setup_process_group_manager(replicas, 1, 1)
-        whole = llama(**{**DP_TP, "hidden": hidden, "width": width}, layers=layers)
-        with torch.device("meta"):
-            model = modules.pipeline_parallel.PipelineParallel(modules.model.Llama(whole.config))
-        modules.model.init_weights(model, 0, torch.device("cpu"), modules.tensor_parallel.split_over_tp)
-        model = modules.fsdp.FullyShardedDataParallel(model)
-        torch.distributed.barrier()
-        world.events.clear()  # of the connections, which a run opens once
-        torch.distributed.barrier()
+    def program(modules, model):
         for i in range(microbatches):
             model.require_backward_grad_sync = i == microbatches - 1
             model(IDS, 0).sum().backward()
         model.finish_gradient_sync()
 
-    world, source = World(replicas), Program("13")
-    world.run(lambda rank: program(source.load(), rank))
+    _, world = on_grid("13", (replicas, 1, 1), lambda modules: modules.fsdp.FullyShardedDataParallel(small_llama(
+        modules, modules.pipeline_parallel.PipelineParallel, hidden=hidden, width=width, layers=layers)), program)
     return world.num_bytes() / replicas
 
 
 @functools.cache
 def norms_run(layers: int, hidden: int, ranks: int) -> int:
     """Bytes that a rank sends to sum the gradients of the norms."""
-    def program(modules, rank):
-        modules.process_group_manager.setup_process_group_manager(1, 1, ranks)
-        config = llama(**{**DP_TP, "hidden": hidden, "layers": layers}).config
-        with torch.device("meta"):
-            model = modules.tensor_parallel.apply_tensor_parallel(
-                modules.model.Llama(config), modules.sequence_parallel.Gather, modules.sequence_parallel.Scatter)
-        modules.model.init_weights(model, 0, torch.device("cpu"), modules.tensor_parallel.split_over_tp)
+    def make(modules):
+        halves = modules.sequence_parallel.Gather, modules.sequence_parallel.Scatter
+        return small_llama(modules, lambda model: modules.tensor_parallel.apply_tensor_parallel(model, *halves),
+                           hidden=hidden, layers=layers)
+
+    def program(modules, model):
         grid = modules.process_group_manager.process_group_manager
         modules.sequence_parallel.all_reduce = lambda tensor: torch.distributed.all_reduce(tensor, group=grid.tp_group)
         for param in model.parameters():
             param.grad = torch.zeros_like(param)
         modules.sequence_parallel.sum_norm_gradients(modules.data_parallel.DataParallelBucket(model))
 
-    world, source = World(ranks), Program("14")
-    world.run(lambda rank: program(source.load(), rank))
-    return world.num_bytes(0)
+    return on_grid("14", (1, 1, ranks), make, program)[1].num_bytes(0)
 
 
 @functools.cache
 def ring_run(tokens: int, kv_heads: int, head_dim: int, ranks: int) -> int:
     """Bytes that a rank sends in forward and backward of ring attention."""
-    def program(modules, rank):
-        modules.process_group_manager.setup_process_group_manager(1, 1, 1, ranks)
-        shape = (1, kv_heads, tokens // ranks, head_dim)
-        parts = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+    def make(modules):
+        return [torch.randn((1, kv_heads, tokens // ranks, head_dim), requires_grad=True) for _ in range(3)]
+
+    def program(modules, parts):
         modules.context_parallel.RingAttention.apply("zigzag", *parts).sum().backward()
 
-    world, source = World(ranks), Program("15")
-    world.run(lambda rank: program(source.load(), rank))
-    return world.num_bytes(0)
+    return on_grid("15", (1, 1, 1, ranks), make, program)[1].num_bytes(0)
 
 
 @functools.cache

@@ -1,6 +1,8 @@
 """What the checks of exercises that count measure of several ranks: their messages, and schedules that are played."""
 
 import functools
+import math
+from collections.abc import Callable
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,69 +16,75 @@ from lab.watch.schedule import interleaved_stages, play
 DP_TP = dict(vocab=32, hidden=16, width=24, heads=4, kv_heads=4, head_dim=4)
 
 
-def small_llama(modules: StepModules, layers: int, hidden: int):
-    """On the CPU, in one process or as a part of one."""
-    config = llama(**{**DP_TP, "hidden": hidden, "layers": layers}).config
+def small_llama(modules: StepModules, wrap: Callable | None = None, **shape: int):
+    """On the CPU, in one process or as a part of one: wrap(model) cuts it, over tp ranks by default."""
     with torch.device("meta"):
-        model = modules.tensor_parallel.apply_tensor_parallel(modules.model.Llama(config))
+        model = (wrap or modules.tensor_parallel.apply_tensor_parallel)(
+            modules.model.Llama(llama(**{**DP_TP, **shape}).config))
     modules.model.init_weights(model, 0, torch.device("cpu"), modules.tensor_parallel.split_over_tp)
     return model
+
+
+def on_grid(step: str, sizes: tuple[int, ...], make: Callable, program: Callable) -> tuple[list, World]:
+    """What program(modules, make(modules)) returns on each rank of a grid, and their world. Its log begins after
+    make(): a run opens its connections once."""
+    world, source = World(math.prod(sizes)), Program(step)
+
+    def main(rank: int):
+        modules = source.load()
+        modules.process_group_manager.setup_process_group_manager(*sizes)
+        made = make(modules)
+        torch.distributed.barrier()
+        world.events.clear()
+        torch.distributed.barrier()
+        return program(modules, made)
+
+    return world.run(main), world
 
 
 @functools.cache
 def tp_run(layers: int, hidden: int, tokens: int, ranks: int) -> tuple[int, int]:
     """Bytes that a rank sends for a micro-batch, its sums over a ring, and FLOPs that it does."""
-    def program(modules, rank):
-        modules.process_group_manager.setup_process_group_manager(1, 1, ranks)
-        grid = modules.process_group_manager.process_group_manager
+    def program(modules, model):
+        group, ids = modules.process_group_manager.process_group_manager.tp_group, torch.zeros(1, tokens, dtype=int)
         modules.tensor_parallel.all_reduce = lambda tensor, op=torch.distributed.ReduceOp.SUM: (
-            torch.distributed.all_reduce(tensor, op, group=grid.tp_group))
-        model, ids = small_llama(modules, layers, hidden), torch.zeros(1, tokens, dtype=torch.long)
+            torch.distributed.all_reduce(tensor, op, group=group))
         with FlopCounterMode(display=False) as counter:
             modules.tensor_parallel.cross_entropy(model(ids), ids, 32).backward()
         return sum(count for name, count in counter.get_flop_counts()["Global"].items() if "mm" in str(name))
 
-    world, source = World(ranks), Program("8")
-    flops = world.run(lambda rank: program(source.load(), rank))
+    flops, world = on_grid("8", (1, 1, ranks), lambda modules: small_llama(
+        modules, layers=layers, hidden=hidden), program)
     return world.num_bytes(0), flops[0]
 
 
 @functools.cache
 def dp_run(ranks: int, microbatches: int, layers: int, limit: float | None = None) -> tuple[int, int]:
     """Bytes that a rank sends in an optimizer step, and its all-reduces."""
-    def program(modules, rank):
-        modules.process_group_manager.setup_process_group_manager(ranks, 1, 1)
-        model = modules.data_parallel.DataParallelBucket(small_llama(modules, layers, 16), limit and limit / 1e6)
+    def program(modules, model):
         for i in range(microbatches):
             model.require_backward_grad_sync = i == microbatches - 1
-            model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+            model(torch.zeros(1, 4, dtype=int)).sum().backward()
         model.finish_gradient_sync()
 
-    world, source = World(ranks), Program("8")
-    world.run(lambda rank: program(source.load(), rank))
+    _, world = on_grid("8", (ranks, 1, 1), lambda modules: modules.data_parallel.DataParallelBucket(
+        small_llama(modules, layers=layers), limit and limit / 1e6), program)
     return world.num_bytes(0), sum(event.kind == "all_reduce" and event.rank == 0 for event in world.events)
 
 
 @functools.cache
 def pipeline_run(stages: int, microbatches: int, tokens: int, hidden: int) -> list[int]:
     """Bytes that each stage sends in a step of 1F1B."""
-    def program(modules, rank):
-        modules.process_group_manager.setup_process_group_manager(1, stages, 1)
-        config = llama(**{**DP_TP, "hidden": hidden, "layers": stages}).config
-        with torch.device("meta"):
-            model = modules.pipeline_parallel.PipelineParallel(modules.model.Llama(config))
-        world.events.clear()  # of the connections, which a run opens once
-        modules.model.init_weights(model, 0, torch.device("cpu"), modules.tensor_parallel.split_over_tp)
-        ids = torch.zeros(1, tokens, dtype=torch.long)
+    def program(modules, model):
+        ids = torch.zeros(1, tokens, dtype=int)
         loader = type("Loader", (), {"gradient_accumulation_steps": microbatches,
                                      "__next__": lambda self: {"input_ids": ids, "target_ids": ids}})()
-        torch.distributed.barrier()
         modules.pipeline_parallel.run_schedule(
             modules.pipeline_parallel.one_f_one_b, modules.data_parallel.DataParallelBucket(model), loader,
             (1, tokens, hidden), torch.device("cpu"))
 
-    world, source = World(stages), Program("8")
-    world.run(lambda rank: program(source.load(), rank))
+    _, world = on_grid("8", (1, stages, 1), lambda modules: small_llama(
+        modules, modules.pipeline_parallel.PipelineParallel, hidden=hidden, layers=stages), program)
     return [sum(event.num_bytes for event in world.events if event.kind == "send" and event.rank == rank)
             for rank in range(stages)]
 
@@ -93,7 +101,7 @@ def played(step: str, schedule: str, stages: int, microbatches: int, *chunks: in
 def rank_run(layers: int, hidden: int, width: int, dp: int, tp: int, pp: int, microbatches: int,
              tokens: int) -> list[int]:
     """Bytes of the second stage's first rank, by tools/dry_run.py: its weights, and what it sends over dp and pp."""
-    from lab.alone import run_rank
+    from lab.watch.dry_run import run_rank
     from lab.watch.memory import Event
     from sizes.data_sheets import Shape  # before the modules of cluster/
 

@@ -5,17 +5,20 @@
     messages = Messages()
     result = run(Program("8", ["--pp_size", 4]), threads(4), [messages])
 
-A Program is a step's train.py with flags and edits (program.py). It runs on ranks (ranks.py): threads of this process
-that take turns. What watches is installed before, and holds its findings after (watch/).
+A Program is a step's train.py with flags and edits (program.py). It runs on ranks: threads of this process that take
+turns (ranks.py), or one of any number, alone (rank_alone.py). What watches is installed before, and holds its findings
+after (watch/).
 """
 
 import importlib
 
 MODULES = {  # public name -> its module, which is imported when the name is first used: most of them import torch
-    "Allocated": "watch.kept", "Edit": "program", "Kept": "watch.kept", "Memory": "watch.held",
-    "Messages": "watch.messages", "Numbers": "watch.numbers", "Program": "program", "Result": "results",
-    "SameNumbers": "watch.numbers", "Schedule": "watch.actions", "WholeNumbers": "watch.numbers", "compare": "results",
-    "look": "one_step", "processes": "ranks", "run": "ranks", "threads": "ranks", "timed": "picture"}
+    "Allocated": "watch.kept", "DryRun": "watch.dry_run", "Edit": "program", "Kept": "watch.kept",
+    "Memory": "watch.held", "Messages": "watch.messages", "Numbers": "watch.numbers", "Program": "program",
+    "Result": "results", "SameNumbers": "watch.numbers", "Schedule": "watch.actions", "Stop": "stop",
+    "Types": "watch.typed_steps", "Waits": "watch.waits", "WholeNumbers": "watch.numbers", "alone": "rank_alone",
+    "compare": "results", "look": "one_step", "processes": "ranks", "run": "ranks", "threads": "ranks",
+    "timed": "picture"}
 __all__ = [*MODULES]
 
 

@@ -17,6 +17,10 @@ from lab.picture import check_place
 from lab.program import Edit, Program
 
 
+ENDS = {"StopError": (2, ""), "UserError": (2, ""), "Violation": (1, ""), "BdbQuit": (1, "ended by `q`"),
+        "KeyboardInterrupt": (130, "interrupted")}  # what ends a run early: exit code, and words where it has none
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise ValueError(f"{message} (--help lists the flags)")
@@ -31,6 +35,9 @@ def make_parser() -> argparse.ArgumentParser:
                         help="draws what the ranks do over time into this .svg or .png")
     parser.add_argument("--edit", nargs=3, action="append", default=[], metavar=("FILE", "OLD", "NEW"),
                         help="replaces the text OLD, which FILE of the step contains once, by NEW; repeatable")
+    parser.add_argument("--stop", action="append", default=[], metavar="WHERE",
+                        help="stop in a debugger: FILE:LINE of the step, the name of a function, message:N; repeatable")
+    parser.add_argument("--rank", type=int, help="the only rank that stops (default: each one that comes there)")
     return parser
 
 
@@ -51,22 +58,22 @@ def main(argv: list[str] | None = None) -> int:
             check_place(args.picture)
         say(f"step {args.step}: {program.folders[0].name}/train.py {' '.join(flags)}")
         return show(args, program)
-    except Exception as error:
-        kind = type(error).__name__
-        if kind == "Violation":
-            say(str(error))
-            return 1
-        users = isinstance(error, (ValueError, SyntaxError, ImportError)) and not hasattr(error, "rank")
-        if kind != "UserError" and not users:
+    except (KeyboardInterrupt, Exception) as error:
+        kind, is_of_rank = type(error).__name__, hasattr(error, "rank")
+        users = isinstance(error, (ValueError, SyntaxError, ImportError)) and not is_of_rank
+        if kind not in ENDS and not users:
             raise  # a fault of the program, or of an edit of it: with its traceback
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        code, words = ENDS.get(kind, (2, ""))
+        print(words or error if kind == "Violation" else f"error: {words or error}",
+              file=sys.stdout if kind == "Violation" else sys.stderr, flush=True)
+        return code
 
 
 def show(args: argparse.Namespace, program: Program) -> int:
     """Runs the step, and before it the unchanged one if there are edits, and prints what was watched."""
     from lab.one_step import look  # and with it torch, which takes seconds
     from lab.results import summary
+    from lab.stop import Stop, StopError
 
     unchanged = None
     if program.edits:
@@ -74,13 +81,16 @@ def show(args: argparse.Namespace, program: Program) -> int:
         unchanged = look(args.step, program.flags, (), args.watch, lambda text: say(f"unchanged, {text}"))
         say(f"{summary(unchanged)}\n")
     changed = "changed, " * bool(unchanged)
-    result = look(args.step, program.flags, program.edits, args.watch, lambda text: say(changed + text))
+    stop = Stop(*args.stop, rank=args.rank)
+    result = look(args.step, program.flags, program.edits, args.watch, lambda text: say(changed + text), stop)
     say(str(result))
     if unchanged:
         say(f"\n{result.beside(unchanged)}")
     if args.picture:
         result.picture(args.picture)
         say(f"picture: {args.picture}")
+    if missed := stop.missed():
+        raise StopError(missed)
     return 0
 
 

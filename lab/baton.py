@@ -114,7 +114,9 @@ class Baton:
             baton.acquire()
         self.waiting: list[Handle | None] = [None] * size
         self.done: set[int] = set()
-        self.all_done = threading.Event()
+        self.threads: list[threading.Thread] = []
+        self.all_done, self.news = threading.Event(), threading.Event()  # news: all are done, or one asks
+        self.question, self.answer, self.answered = None, None, threading.Semaphore(0)
 
     @property
     def rank(self) -> int:
@@ -125,23 +127,44 @@ class Baton:
         """What program(rank) returns, by rank. Raises Violation, or the first error of a rank, whose number is its
         attribute `rank`.
 
-        A rank that has not ended within() `timeout` seconds is a Violation as well.
+        A rank that has not ended within() `timeout` seconds, counted anew after each question, is a Violation as well.
         """
         results: list = [None] * self.size
-        threads = [threading.Thread(target=self.live, args=(rank, program, results), daemon=True)
-                   for rank in range(self.size)]
-        for thread in threads:
+        self.threads = [threading.Thread(target=self.live, args=(rank, program, results), daemon=True)
+                        for rank in range(self.size)]
+        for thread in self.threads:
             thread.start()
         self.batons[0].release()
-        if not within(timeout, self.all_done.wait):
-            rank = next((rank for rank in range(self.size) if rank not in self.done and self.waiting[rank] is None), 0)
-            where = place(sys._current_frames().get(threads[rank].ident))
-            self.fail(Violation(f"rank {rank} does not end. After {timeout:g} seconds it is at {where}"))
+        try:
+            while not self.all_done.is_set():
+                self.let_go_on(timeout)
+        except BaseException as error:  # Ctrl-C, or commands that can't be read
+            self.fail(error)
         if self.failure:
-            for thread in threads:
+            for thread in self.threads:
                 thread.join(1)  # one that does not end is left behind
             raise self.failure
         return results
+
+    def let_go_on(self, timeout: float) -> None:
+        """Until all ranks are done, or one of them asks, which is answered."""
+        if not within(timeout, self.news.wait):
+            rank = next((rank for rank in range(self.size) if rank not in self.done and self.waiting[rank] is None), 0)
+            where = place(self.frame(rank))
+            self.fail(Violation(f"rank {rank} does not end. After {timeout:g} seconds it is at {where}"))
+        elif self.question is not None:
+            self.news.clear()
+            self.answer, self.question = self.question(), None
+            self.answered.release()
+
+    def ask(self, question: Callable[[], object]) -> object:
+        """What question() returns in the thread that called run(), where Ctrl-C arrives. Meanwhile all ranks stand."""
+        self.question = question
+        self.news.set()
+        self.answered.acquire()
+        if self.failure is not None:
+            raise Ended
+        return self.answer
 
     def live(self, rank: int, program: Callable, results: list) -> None:
         """The life of a rank's thread."""
@@ -161,7 +184,7 @@ class Baton:
             self.pass_on(rank)
         elif self.failure is None:
             self.failure = self.check_end()
-            self.all_done.set()
+            self.end()
 
     def check_end_of_rank(self, rank: int) -> None:
         """Raises Violation where this rank must not end now."""
@@ -175,7 +198,12 @@ class Baton:
         for baton in self.batons:
             with contextlib.suppress(RuntimeError):  # that rank has it already
                 baton.release()
+        self.end()
+
+    def end(self) -> None:
         self.all_done.set()
+        self.news.set()
+        self.answered.release()  # of a rank that asks and gets no answer any more
 
     def pass_on(self, rank: int) -> bool:
         """Gives the baton to the next rank that can go on. False where this is the calling rank itself."""
@@ -206,16 +234,29 @@ class Baton:
         if self.failure is not None:
             raise Ended
 
-    def picture(self) -> str:
-        """Who waits for whom: all ranks, an arrow to those that a rank waits for, and a circle where there is one."""
-        lines, blocked = ["deadlock: no rank can go on.", ""], {}
+    def frame(self, rank: int) -> types.FrameType | None:
+        """The innermost one of a rank's thread, None where that has ended."""
+        return sys._current_frames().get(self.threads[rank].ident)
+
+    def picture(self, standing: int | None = None) -> str:
+        """Who waits for whom: all ranks, an arrow to those that a rank waits for, and a circle where there is one.
+
+        `standing`: the rank that stands in a debugger. Then others may not have begun, or could go on.
+        """
+        lines, blocked = ["deadlock: no rank can go on." if standing is None else f"rank {standing} stands.", ""], {}
         for rank, handle in enumerate(self.waiting):
-            if handle is None:
+            if rank in self.done:
                 lines.append(f"  rank {rank}             has ended")
-                continue
-            blocked[rank] = handle.waits_for()
-            arrow = f"--> rank {', '.join(map(str, blocked[rank]))}"
-            lines += [f"  rank {rank} {arrow:14} {handle.describe}", f"{'':25}{handle.place}"]
+            elif handle is None:
+                where = place(self.frame(rank))
+                state = "stands" if rank == standing else "can go on" if is_ours(where.path) else "has not begun"
+                lines += [f"  rank {rank} {'':14} {state}"] + [f"{'':25}{where}"] * is_ours(where.path)
+            elif handle.ready():
+                lines += [f"  rank {rank} {'':14} can go on: {handle.describe}", f"{'':25}{handle.place}"]
+            else:
+                blocked[rank] = handle.waits_for()
+                arrow = f"--> rank {', '.join(map(str, blocked[rank]))}"
+                lines += [f"  rank {rank} {arrow:14} {handle.describe}", f"{'':25}{handle.place}"]
         for start in blocked:
             path = [start]
             while (following := next((rank for rank in blocked[path[-1]] if rank in blocked), None)) is not None:
@@ -223,4 +264,5 @@ class Baton:
                     circle = [f"rank {rank}" for rank in (*path[path.index(following) :], following)]
                     return "\n".join([*lines, "", f"  They wait in a circle: {' -> '.join(circle)}"])
                 path.append(following)
-        return "\n".join([*lines, "", "  What they wait for can't come: those ranks have ended."])
+        ended = "  What they wait for can't come: those ranks have ended."
+        return "\n".join([*lines, "", ended] if standing is None else lines)

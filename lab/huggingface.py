@@ -1,4 +1,5 @@
-"""A Hugging Face `LlamaForCausalLM` with the weights of our Llama, as the reference that owes nothing to our code."""
+"""A Hugging Face `LlamaForCausalLM` with the weights of our Llama, as the reference that owes nothing to our code; and
+stages of step 9 one after the other, in one process."""
 
 import contextlib
 import re
@@ -55,3 +56,23 @@ def reference(config, weights: dict[str, torch.Tensor], exact_norm: bool = True)
                 parent, _, key = name.rpartition(".")
                 setattr(model.get_submodule(parent), key, ExactRMSNorm(module))
     return model
+
+
+def run_chain(stages: list, batch: dict):
+    """The last one's output of step 9's stages, and what flows from each to the next: what one sent, what the other
+    received."""
+    received, wires = None, []
+    for stage in stages[:-1]:
+        sent = stage(received, **batch)
+        received = sent.detach().requires_grad_()  # as if it had travelled
+        wires.append((sent, received))
+        assert sent.shape == stage.hidden_shape(**batch)
+        assert stage.received is None and stage.output is None, "the stage keeps activations alive"
+    return stages[-1](received, **batch), wires
+
+
+def run_backward(loss: torch.Tensor, wires: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """The gradients go back the same way."""
+    loss.backward()
+    for sent, received in reversed(wires):
+        sent.backward(received.grad)

@@ -16,13 +16,16 @@ import lab
 from lab.program import Edit, Program
 from lab.ranks import SMALL, check, run, threads
 from lab.results import Result
+from lab.stop import Stop
 
 NAMES = ("messages", "schedule", "memory", "numbers", "types", "waits")
 
 
 def look(step: int | str, flags: str | Sequence = (), edits: Sequence[Edit] = (),
-         watch: Sequence[str] = ("messages", "schedule"), say: Callable[[str], None] = lambda text: None) -> Result:
-    """One optimizer step of a step of the course on ranks of this process. say() is told what runs, before it does.
+         watch: Sequence[str] = ("messages", "schedule"), say: Callable[[str], None] = lambda text: None,
+         stop: Stop | None = None) -> Result:
+    """One optimizer step of a step of the course on ranks of this process, which stand where `stop` says. say() is told
+    what runs, before it does.
 
     Raises ValueError for what can't be looked at, and else what run() raises.
     """
@@ -35,7 +38,7 @@ def look(step: int | str, flags: str | Sequence = (), edits: Sequence[Edit] = ()
         raise ValueError(f"there is no watch {unknown[0]!r}: choose from {', '.join(known)}")
     watches = [getattr(lab, name.title())() for name in dict.fromkeys(watch)]
     program, size, words = one_step(Program(step, shlex.split(flags) if isinstance(flags, str) else flags, edits))
-    check(ranks := threads(size), watches)
+    check(ranks := threads(size, stop=stop), watches)
     say(words)
     return run(program, ranks, watches)
 

@@ -9,6 +9,7 @@
 The modules of a step share one global grid, so each rank of this process needs modules of its own.
 """
 
+import argparse
 import builtins
 import copy
 import difflib
@@ -22,6 +23,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lab.launch import STEPS
+
+AXES = {"dp_size": 1, "pp_size": 1, "tp_size": 1, "cp_size": 1, "ep_size": 1, "zero": 0}
 
 
 class Edit(NamedTuple):
@@ -81,6 +84,35 @@ class Program:
         other = copy.copy(self)
         other.flags = [*map(str, flags)]
         return other
+
+    @property
+    def sizes(self) -> argparse.Namespace:
+        """What the flags say of the ranks."""
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        for name, default in AXES.items():
+            parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument("--gradient_accumulation_steps", type=int, default=8)
+        parser.add_argument("--num_experts", type=int, default=0)
+        parser.add_argument("--pp_engine", default="1f1b")
+        parser.add_argument("--pipelines", default="")
+        parser.add_argument("--sequence_parallel", action="store_true")
+        return parser.parse_known_args(self.flags)[0]
+
+    @property
+    def size(self) -> int:
+        """The number of its ranks."""
+        found = self.sizes
+        stages = found.pipelines and 1 + found.pipelines.replace(";", ",").count(",")  # of step 9's unlike pipelines
+        return (stages or found.dp_size * found.pp_size * found.cp_size) * found.tp_size
+
+    def one_process(self) -> "Program":
+        """The same in one process, which does the micro-batches of all replicas."""
+        left_out = {*(f"--{axis}" for axis in AXES), "--zero_shares", "--gradient_accumulation_steps",
+                    "--virtual_stages", "--pp_engine"}
+        kept = [word for before, word in zip(["", *self.flags], self.flags)
+                if not {before, word} & left_out and word != "--sequence_parallel"]
+        return self.with_flags([*kept, "--dp_size", 1, "--pp_size", 1, "--tp_size", 1, "--gradient_accumulation_steps",
+                                self.sizes.dp_size * self.sizes.gradient_accumulation_steps])
 
     def path(self, name: str) -> pathlib.Path | None:
         """The file of the module `name`, None where there is no such module."""

@@ -38,6 +38,11 @@ class Event(NamedTuple):
     posted: int = 0  # the moments at which this rank began and ended it, on the world's count of moments
     done: int = 0
 
+    def __str__(self) -> str:
+        other = f"of the ranks {[*self.group]}" if self.peer is None else f"rank {self.peer}"
+        word = {"send": "to ", "receive": "from "}.get(self.kind, "")
+        return f"rank {self.rank}: {self.kind} {word}{other}, {self.num_bytes:,} bytes"
+
 
 class Group:
     """Stands for a ProcessGroup. All of its ranks share one."""
@@ -68,6 +73,7 @@ class Collectives(Baton):
     def __init__(self, size: int):
         super().__init__(size)
         self.events: list[Event] = []
+        self.before: Callable[[Event], None] | None = None  # called before an event is logged, for a debugger
         self.clocks = [0] * size  # in rounds
         self.everyone = Group(self, tuple(range(size)))
         self.counts: dict[tuple, int] = defaultdict(int)  # (rank, group) -> collectives that it has had
@@ -80,6 +86,11 @@ class Collectives(Baton):
         if group is not None and not isinstance(group, Group):
             raise Violation(f"rank {self.rank} is not in the group in which it wants to communicate. {place()}")
         return group or self.everyone
+
+    def log(self, event: Event) -> None:
+        if self.before:
+            self.before(event)
+        self.events.append(event)
 
     def check_tensor(self, tensor: torch.Tensor) -> None:
         if not tensor.is_contiguous():
@@ -104,8 +115,8 @@ class Collectives(Baton):
 
         def finish() -> None:
             self.clocks[rank] = max(self.clocks[rank], max(entry[3] for entry in entries.values()) + rounds)
-            self.events.append(Event(rank, kind, group.ranks, None, num_bytes, self.clocks[rank], *tensor,
-                                     self.number_of[key], posted, next(self.moments)))
+            self.log(Event(rank, kind, group.ranks, None, num_bytes, self.clocks[rank], *tensor, self.number_of[key],
+                           posted, next(self.moments)))
             take({each: entries[each][1] for each in group.ranks})
 
         handle = Handle(self, f"{kind} of the ranks {[*group.ranks]}",

@@ -8,7 +8,6 @@ processes that communicate over gloo, and read the corpus. Both train a small mo
 come after SMALL, so they override it.
 """
 
-import argparse
 import contextlib
 import json
 import pathlib
@@ -24,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lab.launch import ROOT, fork, metrics
 from lab.program import Program
 from lab.results import Result
+from lab.stop import Stop
 from lab.thread_ranks import World
 from lab.watch import Watch
 
@@ -54,18 +54,20 @@ def random_samples(dataset_name, model_name, seq_len: int, vocab_size: int, num_
 
 
 class threads:  # noqa: N801  it reads as the function that it is
-    """So many ranks of this process. `world` runs them, a new World by default."""
+    """So many ranks of this process. `world` runs them, a new World by default. They stand where `stop` says."""
 
     kind = "threads"
 
-    def __init__(self, size: int, world: World | None = None):
-        self.size, self.world = size, world or World(size)
+    def __init__(self, size: int, world: World | None = None, stop: Stop | None = None):
+        self.size, self.world, self.stop = size, world or World(size), stop
 
     def run(self, program: Program, watches: list[Watch], prepare: Callable | None, timeout: float) -> Result:
         modules = [program.load() for _ in range(self.size)]
 
         def main(rank: int) -> list[str]:
             own = modules[rank]
+            if self.stop:
+                self.stop.begin(rank)
             for watch in watches:
                 watch.begin(own, rank)
             own.train.load_samples = random_samples
@@ -84,8 +86,8 @@ class threads:  # noqa: N801  it reads as the function that it is
 
 
 class processes:  # noqa: N801
-    """So many processes, forked from one that has imported torch and `modules` (lab/launch.py). Where the program is
-    not a step's train.py, its flags are all that it gets."""
+    """So many processes, forked from one that has imported torch and `modules` (lab/launch.py). A program that is not a
+    step's is as large as its flags say. With a --log_dir of its own, what is logged is there alone."""
 
     kind = "processes"
 
@@ -93,11 +95,8 @@ class processes:  # noqa: N801
         self.size, self.modules = size, modules
 
     def run(self, program: Program, watches: list[Watch], prepare: Callable | None, timeout: float) -> Result:
-        places = argparse.ArgumentParser(allow_abbrev=False)
-        places.add_argument("--log_dir")
-        places.add_argument("--run_name", default="default_run")
         with tempfile.TemporaryDirectory() as folder:
-            flags = [*SMALL, "--log_dir", folder, *program.flags] if program.step else program.flags
+            flags = [*(SMALL if program.step else ()), "--log_dir", folder, "--run_name", "run", *program.flags]
             with open(pathlib.Path(folder, "watches"), "wb") as file:
                 pickle.dump([str(ROOT), *sys.path], file)
                 pickle.dump((self, watches, prepare), file)
@@ -108,8 +107,8 @@ class processes:  # noqa: N801
                 for watch, findings in zip(watches, found):
                     for name, finding in findings.items():
                         getattr(watch, name)[rank] = finding
-            place = places.parse_known_args(flags)[0]
-            return Result(metrics(place.log_dir, place.run_name) if place.log_dir else [], [], None, watches)
+            rows = metrics(folder, "run") if pathlib.Path(folder, "run").is_dir() else []
+            return Result(rows, [], None, watches)
 
 
 @contextlib.contextmanager
@@ -137,10 +136,15 @@ def run(program: Program, ranks, watches: Sequence[Watch] = (), prepare: Callabl
     Raises what a rank raises, SystemExit among it for a flag that train.py refuses, and ValueError as check() does.
     """
     check(ranks, watches)
-    with contextlib.ExitStack() as stack:
-        for watch in watches if ranks.kind != "processes" else ():  # there, each process does it
-            stack.enter_context(watch.around(ranks))
-        return ranks.run(program, [*watches], prepare, timeout)
+
+    def once() -> Result:
+        with contextlib.ExitStack() as stack:
+            for watch in watches if ranks.kind != "processes" else ():  # there, each process does it
+                stack.enter_context(watch.around(ranks))
+            return ranks.run(program, [*watches], prepare, timeout)
+
+    stop = getattr(ranks, "stop", None)
+    return stop.run(once, program, ranks, watches) if stop else once()
 
 
 def check(ranks, watches: Sequence[Watch]) -> None:

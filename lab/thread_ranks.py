@@ -162,8 +162,8 @@ class World(Collectives):
         self.sends_until[rank] = max(self.sends_until[rank], self.clocks[rank]) + 1
         message = Send(rank, tensor, self.sends_until[rank])
         message.details = *described((tensor.shape, tensor.dtype)), next(self.numbers)
-        self.events.append(Event(rank, "send", group.ranks, peer, tensor.nbytes, self.sends_until[rank],
-                                 *message.details, *[next(self.moments)] * 2))
+        self.log(Event(rank, "send", group.ranks, peer, tensor.nbytes, self.sends_until[rank], *message.details,
+                       *[next(self.moments)] * 2))
         self.sent.append(message)
 
         def finish() -> None:
@@ -188,11 +188,11 @@ class World(Collectives):
         def finish() -> None:
             message = receive.message
             message.check_unchanged()
-            tensor.detach().copy_(message.content.view_as(tensor))
             self.receives_until[rank] = max(self.receives_until[rank] + 1, message.arrival)
             self.clocks[rank] = max(self.clocks[rank], self.receives_until[rank])
-            self.events.append(Event(rank, "receive", group.ranks, peer, tensor.nbytes, self.receives_until[rank],
-                                     *message.details, posted, next(self.moments)))
+            self.log(Event(rank, "receive", group.ranks, peer, tensor.nbytes, self.receives_until[rank],
+                           *message.details, posted, next(self.moments)))
+            tensor.detach().copy_(message.content.view_as(tensor))
 
         self.receives[group, peer, rank].append(receive)
         self.match(group, peer, rank)

@@ -190,16 +190,14 @@ sys.argv[-1] += os.environ["RANK"]
 @pytest.mark.parametrize("bug", [ValueError("not enough values to unpack"), FileNotFoundError("weights.bin")], ids=str)
 def test_a_bug_keeps_its_traceback(bug):
     """Only users' mistakes become one line: a learner who breaks something has to see where."""
-    with modules_of(8):
-        import utils
+    utils = Program(8).load().utils
     with pytest.raises(type(bug)) as end, utils.one_clear_error():
         raise bug
     assert end.value is bug
 
 
 def test_no_flag_is_abbreviated():
-    with modules_of(8):
-        import utils
+    utils = Program(8).load().utils
     parser = utils.ArgumentParser()
     parser.add_argument("--password")
     for words, named in (["--pa", "secret"], "--pa"), (["--pa=secret", "--b"], "--pa"), (["secret"], "words that .*flag"):
@@ -281,20 +279,18 @@ def test_flags(says, step, num_processes, args, expected):
 @pytest.mark.parametrize("step", STEPS)
 def test_every_number_has_a_range(step, monkeypatch):
     """No flag but --seed takes a negative number, one takes zero where it may, and none what is no number."""
-    with modules_of(step):
-        import train
-        import utils
-        flags = re.findall(r'add_argument\("(--\w+)", type=(\w+)', (STEPS[step] / "train.py").read_text())
-        kinds = {"positive_int": "at least 1", "positive_float": "a number above 0", "zero_or_more": "0 or more",
-                 "zero_or_more_float": "0 or more"}
-        assert {"--seq_len", "--learning_rate"} <= dict(flags).keys()
-        assert {flag for flag, kind in flags if kind in ("int", "float")} <= {"--seed"}
-        for flag, kind in ((flag, kind) for flag, kind in flags if kind in kinds):
-            for value in ("-1", "nan", "0")[: 3 if kind.startswith("positive") else 2]:
-                expected = f"argument {flag}: " + f"must be {kinds[kind]}, got {value}" * (value != "nan")
-                monkeypatch.setattr("sys.argv", ["train.py", f"{flag}={value}"])
-                with pytest.raises(utils.UserError, match=expected):
-                    train.parse_args(*["A script."] * (step == "9"))
+    modules = Program(step).load()
+    flags = re.findall(r'add_argument\("(--\w+)", type=(\w+)', (STEPS[step] / "train.py").read_text())
+    kinds = {"positive_int": "at least 1", "positive_float": "a number above 0", "zero_or_more": "0 or more",
+             "zero_or_more_float": "0 or more"}
+    assert {"--seq_len", "--learning_rate"} <= dict(flags).keys()
+    assert {flag for flag, kind in flags if kind in ("int", "float")} <= {"--seed"}
+    for flag, kind in ((flag, kind) for flag, kind in flags if kind in kinds):
+        for value in ("-1", "nan", "0")[: 3 if kind.startswith("positive") else 2]:
+            expected = f"argument {flag}: " + f"must be {kinds[kind]}, got {value}" * (value != "nan")
+            monkeypatch.setattr("sys.argv", ["train.py", f"{flag}={value}"])
+            with pytest.raises(modules.utils.UserError, match=expected):
+                modules.train.parse_args(*["A script."] * (step == "9"))
 
 
 @pytest.mark.parametrize("changes, files, expected", [

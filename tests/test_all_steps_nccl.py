@@ -6,13 +6,12 @@ is replayed in the model of NCCL's streams in support/nccl_replay.py.
 
 import contextlib
 import functools
-import importlib
 import types
 from unittest import mock
 
 import pytest
 import torch
-from lab.launch import modules_of
+from lab.program import Program
 from support.nccl_replay import Deadlock, Group, Recorder, replay
 
 SHAPE, CPU = (1, 1, 1), torch.device("cpu")
@@ -20,9 +19,8 @@ SAMPLED = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 8)]
 EXECUTORS, CHUNKED = {}, (*range(11, 17), 18)  # step -> its modules by their names; steps with virtual stages
 for step in range(7, 19):
     names = ["pipeline_parallel", "data_parallel", "process_group_manager", "timeline"]
-    names += ["virtual_stages"] * (step in CHUNKED)
-    with modules_of(step):
-        EXECUTORS[step] = {name: importlib.import_module(name) for name in names}
+    modules = Program(step).load()
+    EXECUTORS[step] = {name: getattr(modules, name) for name in names + ["virtual_stages"] * (step in CHUNKED)}
 every_run = pytest.mark.parametrize("step, engine", [
     (7, "afab"), (8, "afab"), (8, "one_f_one_b"), (9, "afab"), (9, "one_f_one_b"), (10, "zero_bubble"),
     (11, "interleaved"), (11, "interleaved_zero_bubble"), pytest.param(17, "one_f_one_b", marks=pytest.mark.slow),

@@ -7,18 +7,14 @@ import types
 
 import pytest
 import torch
-from lab.launch import modules_of
+from lab.program import Program
 from lab.watch.schedule import play, problem
 
-with modules_of(8):
-    from pipeline_parallel import afab, one_f_one_b
-with modules_of(10):
-    import weight_gradients
-    from pipeline_parallel import zero_bubble
-with modules_of(11):
-    from timeline import Span, describe_bubble
-    from virtual_stages import interleaved, interleaved_zero_bubble
-
+EIGHT, TEN, ELEVEN = (Program(step).load() for step in (8, 10, 11))
+timeline = ELEVEN.timeline
+afab, one_f_one_b = EIGHT.pipeline_parallel.SCHEDULES.values()
+zero_bubble, weight_gradients = TEN.pipeline_parallel.zero_bubble, TEN.weight_gradients
+*_, interleaved, interleaved_zero_bubble = ELEVEN.virtual_stages.SCHEDULES.values()
 PLAIN = [(p, 1, m) for p in range(1, 9) for m in range(1, 17)]
 CHUNKS = [(p, v, m) for p in (2, 3, 4, 8) for v in range(2, 5) for m in (1, 2, 3, 4, 5, 8, 11)]
 WHOLE, SPLIT = {"F": 1, "B": 2, "W": 0}, {"F": 1, "B": 1, "W": 1}  # units of time
@@ -70,8 +66,9 @@ def test_the_ideal_bubble_that_is_printed_is_that_of_the_schedule(schedule, v, u
         played = play([list(schedule(stage, 4, m, *[v] * (v > 1))) for stage in range(4)], units)
         ideal = 1 - 3 * v * m / played.end
         for speed in (1, 2):  # twice as fast, an action leaves half of its time idle
-            said = describe_bubble([[Span(kinds[kind], i, start, start + (end - start) / speed, chunk=chunk)
-                                     for kind, i, chunk, start, end in spans] for spans in played.spans])
+            said = timeline.describe_bubble([[
+                timeline.Span(kinds[kind], i, start, start + (end - start) / speed, chunk=chunk)
+                for kind, i, chunk, start, end in spans] for spans in played.spans])
             assert f"{ideal:.1%} ideal" in said, (m, said)
         assert f"bubble: {ideal:.1%} measured" not in said
 

@@ -9,7 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from lab.launch import fork, modules_of, start_fork
+from lab.launch import fork, start_fork
+from lab.program import Program
 
 COMMON = ["--seq_len", 32, "--micro_batch_size", 1, "--profile_batch", 2, "--num_hidden_layers", 4]
 
@@ -146,11 +147,9 @@ def test_each_pipeline_has_its_own_bubble(tmp_path):
 @pytest.mark.parametrize("step", [6, 8, 9])
 def test_several_machines_are_refused(step):
     """torchrun gives each process the number of those on its machine, and the clocks of machines disagree."""
-    with modules_of(step):
-        from timeline import check_profile_batch
-        from utils import UserError
+    modules = Program(step).load()
     with mock.patch.object(torch.distributed, "get_world_size", return_value=3), \
             mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
-        check_profile_batch(0, 3)
-        with pytest.raises(UserError, match="--profile_batch 2: the clocks .* cluster/train_distributed.py"):
-            check_profile_batch(2, 3)
+        modules.timeline.check_profile_batch(0, 3)
+        with pytest.raises(modules.utils.UserError, match="--profile_batch 2: the clocks .* cluster/train_dist"):
+            modules.timeline.check_profile_batch(2, 3)

@@ -7,9 +7,9 @@ import time
 
 import find_by_types
 import pytest
-from find_by_types import FAULTS, GRIDS, Case, check, check_step, check_trainer, not_tried, published, trainers
+from find_by_types import FAULTS, GRIDS, check, check_step, check_trainer, not_tried, published, trainers
 from lab.launch import ROOT
-from museum.faults import Edit
+from lab.program import Edit, Program
 
 PAGE = (ROOT / "docs" / "TYPES.md").read_text(encoding="utf-8")
 MIX = r"Invariant type on axis \w+ cannot mix with other types"
@@ -46,7 +46,7 @@ def test_a_right_trainer_is_not_refused(kind):
 @pytest.mark.parametrize("step, ranks, flags", [
     pytest.param(*grid, marks=() if grid in (FIRST[grid[0]], LAST[grid[0]]) else pytest.mark.slow) for grid in GRIDS])
 def test_a_right_step_is_not_refused(step, ranks, flags):
-    assert check_step(Case(step, ranks, tuple(flags.split()))) == ""
+    assert check_step(Program(step, flags.split())) == ""
 
 
 def test_the_grids_are_small_and_large():
@@ -81,7 +81,7 @@ def test_the_grids_are_small_and_large():
 ])
 def test_a_collective_that_is_left_out_is_refused(step, flags, file, old, new, words):
     """But for a ring whose messages go around and are not used: that is about numbers."""
-    saw = check_step(Case(step, 2, tuple(flags.split()), edits=(Edit(file, old, new),)))
+    saw = check_step(Program(step, flags.split(), [Edit(file, old, new)]))
     assert re.search(words, saw) if words else not saw, saw
 
 
@@ -115,7 +115,7 @@ def test_the_command(capsys):
 
 def test_a_clear_sentence_where_spmd_types_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "spmd_types", None)
-    for name in ("lab.watch.typed_gradients", "lab.watch.types"):
+    for name in ("lab.watch.typed_gradients", "lab.watch.typed_steps", "lab.watch.types"):
         monkeypatch.delitem(sys.modules, name)
     spec = importlib.util.find_spec("find_by_types")
     words = "^find_by_types.py: types for collectives need a package of their own: pip install -c .* spmd_types$"

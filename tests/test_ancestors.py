@@ -20,6 +20,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from lab.launch import ROOT, STEPS, environment, fork, losses, metrics, modules_of, start_fork, torchrun
+from lab.program import Program
 from maintain.processes import eventually
 from support.families import HeterogeneousParallelPlugin, PipelineTemplate, toy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -103,8 +104,7 @@ def test_picotron_weights_and_biases(monkeypatch):
     """--use_wandb makes a run of W&B: online with a login, offline without."""
     import wandb
 
-    with modules_of(3):
-        import metrics as step_metrics
+    step_metrics = Program(3).load().metrics
     made = []
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setattr(wandb, "init", lambda **options: made.append(options["mode"]))

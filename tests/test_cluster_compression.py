@@ -14,8 +14,7 @@ from support.recordings import record
 SCRIPT = ROOT / "cluster" / "train_distributed.py"
 SHAPES = [(2, 3, 7), (3, 1024), (5, 1)]
 STEPS_TRAINED, SEQ_LEN = 6, 16
-COMMON = ["--num_hidden_layers", 4, "--seq_len", SEQ_LEN, "--batch_size", 2, "--max_steps", STEPS_TRAINED,
-          "--run_name", "default_run"]
+COMMON = ["--num_hidden_layers", 4, "--seq_len", SEQ_LEN, "--batch_size", 2, "--max_steps", STEPS_TRAINED]
 UNLIKE = ["--pipelines", "4;3,1", "--num_microbatches", "6,2"]
 RUNS = {  # name -> ranks, flags
     "unlike": (3, UNLIKE),
@@ -40,8 +39,8 @@ def recorded(tmp_path_factory):
     (folder / "model_tied" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     futures, model = {}, ["--model_name", folder / "model_tied"]
     for name, (ranks, flags) in RUNS.items():
-        folders = ["--log_dir", folder / name, "--checkpoint_dir", folder / name / "checkpoints"]
-        futures[name] = start(record, SCRIPT, [*COMMON, *flags, *model, *folders], processes(ranks))
+        more = [*model, "--checkpoint_dir", folder / name]
+        futures[name] = start(record, SCRIPT, [*COMMON, *flags, *more], processes(ranks))
     return lambda name: futures[name].result()
 
 

@@ -4,10 +4,9 @@ Losses, norms and every gradient of train.py: test_all_steps_same_math.py. Its m
 """
 
 import pytest
-from lab.launch import modules_of
+from lab.program import Program
 
-with modules_of(15):
-    import context_parallel
+context_parallel = Program(15).load().context_parallel
 
 WHOLE_AND_RING = """
 import torch

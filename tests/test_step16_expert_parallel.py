@@ -7,14 +7,10 @@ import weakref
 import pytest
 import torch
 from lab.huggingface import ExactRMSNorm, their_name
-from lab.launch import modules_of
+from lab.program import Program
 from transformers import LlamaConfig, MixtralConfig, MixtralForCausalLM
 
-with modules_of(16):
-    import expert_parallel
-    import model as llama
-    import process_group_manager as pgm
-
+STEP = Program(16).load()
 SIZES = dict(vocab_size=96, hidden_size=32, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5, initializer_range=0.2)
 
@@ -22,8 +18,8 @@ SIZES = dict(vocab_size=96, hidden_size=32, intermediate_size=24, num_hidden_lay
 def build(num_experts: int = 8, experts_per_token: int = 2) -> torch.nn.Module:
     config = LlamaConfig(**SIZES, num_experts=num_experts, experts_per_token=experts_per_token)
     with torch.device("meta"):
-        model = llama.Llama(config, torch.float64)
-    llama.init_weights(model, 1, torch.device("cpu"), lambda full, dim: full)
+        model = STEP.model.Llama(config, torch.float64)
+    STEP.model.init_weights(model, 1, torch.device("cpu"), lambda full, dim: full)
     return model
 
 
@@ -73,7 +69,7 @@ def test_equals_mixtral(num_experts, k):
     tokens = torch.randint(96, (2, 49), generator=torch.Generator().manual_seed(0))
     input_ids, target_ids = tokens[:, :-1], tokens[:, 1:]
     logits = ours(input_ids, torch.arange(48))
-    llama.cross_entropy(logits, target_ids).backward()
+    STEP.model.cross_entropy(logits, target_ids).backward()
     theirs = mixtral(ours, k, fuse({n: p.detach() for n, p in ours.named_parameters()}, num_experts))
     expected = theirs(input_ids, use_cache=False).logits
     torch.nn.functional.cross_entropy(expected.flatten(0, 1), target_ids.flatten()).backward()
@@ -87,16 +83,16 @@ def test_equals_mixtral(num_experts, k):
 
 def test_balance_loss_is_added_to_the_gradient(world_of_one):
     """Switch's loss of each layer, with a weight, is in the gradient of the loss that is logged."""
-    pgm.setup_process_group_manager(1, 1, 1)
+    STEP.process_group_manager.setup_process_group_manager(1, 1, 1)
     tokens = torch.randint(96, (2, 17), generator=torch.Generator().manual_seed(0))
     found, plain = build(), build()
     args = types.SimpleNamespace(num_experts=8, balance_loss=0.3, balance_bias=0.0, gradient_accumulation_steps=2,
                                  sequence_parallel=False)
-    expert_parallel.ExpertBalance(args, found, torch.device("cpu"))
+    STEP.expert_parallel.ExpertBalance(args, found, torch.device("cpu"))
     outputs = []
     for layer in plain.decoder_layers:
         layer.mlp.router.register_forward_hook(lambda module, args, output: outputs.append(output))
-    losses = [llama.cross_entropy(model(tokens[:, :-1], torch.arange(16)), tokens[:, 1:]) for model in (found, plain)]
+    losses = [STEP.model.cross_entropy(model(tokens[:, :-1], torch.arange(16)), tokens[:, 1:]) for model in (found, plain)]
     assert losses[0] == losses[1]
     losses[0].backward()
     for scores, chosen in outputs:
@@ -110,11 +106,11 @@ def test_balance_loss_is_added_to_the_gradient(world_of_one):
 
 def test_activations_do_not_outlive_backward(world_of_one):
     """A hook that holds the tensor which holds the hook would keep the graph until Python's garbage collection."""
-    pgm.setup_process_group_manager(1, 1, 1)
+    STEP.process_group_manager.setup_process_group_manager(1, 1, 1)
     model, scores = build(), []
     args = types.SimpleNamespace(num_experts=8, balance_loss=0.3, balance_bias=0.0, gradient_accumulation_steps=2,
                                  sequence_parallel=False)
-    expert_parallel.ExpertBalance(args, model, torch.device("cpu"))
+    STEP.expert_parallel.ExpertBalance(args, model, torch.device("cpu"))
     for layer in model.decoder_layers:
         layer.mlp.router.register_forward_hook(lambda module, args, output: scores.append(weakref.ref(output[0])))
     gc.disable()
@@ -126,11 +122,11 @@ def test_activations_do_not_outlive_backward(world_of_one):
 
 
 def test_bias_moves_against_the_load_and_not_into_the_weights(world_of_one):
-    pgm.setup_process_group_manager(1, 1, 1)
+    STEP.process_group_manager.setup_process_group_manager(1, 1, 1)
     model = build(num_experts=4, experts_per_token=1)
     args = types.SimpleNamespace(num_experts=4, balance_loss=0.0, balance_bias=0.25, gradient_accumulation_steps=1,
                                  sequence_parallel=False)
-    balance = expert_parallel.ExpertBalance(args, model, torch.device("cpu"))
+    balance = STEP.expert_parallel.ExpertBalance(args, model, torch.device("cpu"))
     router = model.decoder_layers[0].mlp.router
     for load in balance.loads.values():
         load.copy_(torch.tensor([2, 6, 0, 0]))

@@ -4,24 +4,21 @@ import copy
 
 import pytest
 import torch
-from lab.launch import modules_of
+from lab.program import Program
 from lab.ranks import random_samples
 from support.recordings import NUM_LAYERS, TOLERANCE, Case, assemble, train_here
 
-with modules_of(17):
-    import model as llama
-    import utils
-
+STEP = Program(17).load()
 NESTEROV = dict(outer_learning_rate=0.7, outer_momentum=0.9)
 MEAN = dict(outer_learning_rate=1.0, outer_momentum=0.0)  # of the weights
 
 
 def build(case: Case, models) -> torch.nn.Module:
-    config = utils.load_config(str(models / f"model_{case.variant}"), num_hidden_layers=NUM_LAYERS,
+    config = STEP.utils.load_config(str(models / f"model_{case.variant}"), num_hidden_layers=NUM_LAYERS,
                                num_attention_heads=None, num_key_value_heads=None)
     with torch.device("meta"):
-        model = llama.Llama(config, torch.float64)
-    llama.init_weights(model, 42, torch.device("cpu"), lambda full, dim: full)
+        model = STEP.model.Llama(config, torch.float64)
+    STEP.model.init_weights(model, 42, torch.device("cpu"), lambda full, dim: full)
     return model
 
 
@@ -43,7 +40,7 @@ def play(case: Case, models) -> tuple[list[tuple[float, float]], torch.nn.Module
     """
     agreed, rows = build(case, models), []
     replicas = [copy.deepcopy(agreed) for _ in range(case.dp)]
-    learning_rate = utils.default_learning_rate(agreed.config.hidden_size)
+    learning_rate = STEP.utils.default_learning_rate(agreed.config.hidden_size)
     inner = [torch.optim.AdamW(replica.parameters(), lr=learning_rate) for replica in replicas]
     outer = torch.optim.SGD(agreed.parameters(), lr=case.outer_learning_rate, momentum=case.outer_momentum,
                             nesterov=case.outer_momentum > 0)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from lab.launch import modules_of
+from lab.program import Program
 
-with modules_of(2):
-    import utils
+utils = Program(2).load().utils
 
 
 @pytest.mark.parametrize("variables, gpus, expected", [

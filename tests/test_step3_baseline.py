@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from lab.huggingface import reference, their_name
-from lab.launch import ROOT
+from lab.launch import ROOT, metrics
 from lab.ranks import processes
 from support.recordings import record
 from transformers import AutoConfig
@@ -19,13 +19,13 @@ def test_baseline_equals_huggingface(tmp_path):
     flags = ["--dtype", "float64", "--micro_batch_size", 2, "--gradient_accumulation_steps", 4, "--seq_len", SEQ_LEN,
              "--max_tokens", len(rates) * SAMPLES * SEQ_LEN, "--learning_rate", LEARNING_RATE, "--log_dir", tmp_path,
              "--num_hidden_layers", 8, "--warmup_steps", 2, "--lr_decay", "cosine"]
-    rows, [recorded] = record(3, flags, processes(1))
+    [recorded] = record(3, flags, processes(1)).ranks
     [tokens] = [np.fromfile(path, dtype=np.int32) for path in (tmp_path / "token_cache").glob("*.bin")]
     tokens = torch.from_numpy(tokens.astype(np.int64))
 
     model = reference(AutoConfig.from_pretrained(ROOT / "assets" / "tiny_llama"), recorded["initial"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    for step, row in enumerate(rows):
+    for step, row in enumerate(metrics(tmp_path, "run")):
         first = step * SAMPLES * SEQ_LEN
         input_ids = tokens[first : first + SAMPLES * SEQ_LEN].view(SAMPLES, SEQ_LEN)
         target_ids = tokens[first + 1 : first + SAMPLES * SEQ_LEN + 1].view(SAMPLES, SEQ_LEN)

@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
-from lab.launch import modules_of
+from lab.program import Program
 
-with modules_of(3):
-    from utils import make_scheduler
+make_scheduler = Program(3).load().utils.make_scheduler
 
 
 def textbook(num_steps: int, warmup_steps: int, decay: str) -> list[float]:

@@ -11,11 +11,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from lab.launch import ROOT, modules_of
+from lab.launch import ROOT
+from lab.program import Program
 
-with modules_of(3):
-    import dataloader
-
+dataloader = Program(3).load().dataloader
 dataloader.load_tokenizer = functools.cache(dataloader.load_tokenizer)  # a second saved in most tests
 dataloader.BLOCK = 2048  # and small texts still come in several pieces
 TINY = str(ROOT / "assets" / "tiny_llama")

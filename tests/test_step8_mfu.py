@@ -4,7 +4,8 @@ import types
 
 import pytest
 import torch
-from lab.launch import fork, metrics, modules_of
+from lab.launch import fork, metrics
+from lab.program import Program
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,15 +18,12 @@ NO_FLAG = types.SimpleNamespace(peak_tflops=None, seq_len=128)
                                            (16, dict(num_experts=4, experts_per_token=2))], ids=["8", "16", "experts"])
 def test_operations_of_a_token(step, experts):
     """The library counts what runs, with attention by two matmuls, of which it does the whole."""
-    with modules_of(step):
-        import metrics as step_metrics
-        import model as llama
-        import utils
-    config = utils.load_config(utils.TINY_LLAMA, **SHAPE, **experts)
-    model, ids = llama.Llama(config), torch.randint(config.vocab_size, (2, 64))
+    modules = Program(step).load()
+    config = modules.utils.load_config(modules.utils.TINY_LLAMA, **SHAPE, **experts)
+    model, ids = modules.model.Llama(config), torch.randint(config.vocab_size, (2, 64))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        llama.cross_entropy(model(ids, *[torch.arange(64)] * (step == 16)), ids).backward()
-    assert step_metrics.flops_per_token(config, 64) * ids.numel() == pytest.approx(counter.get_total_flops(), rel=0.02)
+        modules.model.cross_entropy(model(ids, *[torch.arange(64)] * (step == 16)), ids).backward()
+    assert modules.metrics.flops_per_token(config, 64) * ids.numel() == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
 @pytest.mark.parametrize("name, dtype, peak", [
@@ -34,13 +32,11 @@ def test_operations_of_a_token(step, experts):
     ("NVIDIA GeForce RTX 4090 Laptop GPU", BFLOAT16, None), ("NVIDIA H100 80GB HBM3", torch.float32, None),
     ("Tesla K80", BFLOAT16, None)])
 def test_peak_by_the_name_of_the_device(name, dtype, peak, monkeypatch):
-    with modules_of(8):
-        import metrics as step_metrics
-        import utils
-    config = utils.load_config(utils.TINY_LLAMA, **SHAPE)
+    modules = Program(8).load()
+    config = modules.utils.load_config(modules.utils.TINY_LLAMA, **SHAPE)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    seconds = step_metrics.seconds_at_peak(NO_FLAG, config, GPU, dtype, 1000)
-    assert seconds == (peak and pytest.approx(1000 * step_metrics.flops_per_token(config, 128) / peak / 1e12))
+    seconds = modules.metrics.seconds_at_peak(NO_FLAG, config, GPU, dtype, 1000)
+    assert seconds == (peak and pytest.approx(1000 * modules.metrics.flops_per_token(config, 128) / peak / 1e12))
 
 
 def test_a_run_shows_it_where_the_peak_is_known(tmp_path):
@@ -48,11 +44,9 @@ def test_a_run_shows_it_where_the_peak_is_known(tmp_path):
     without = fork(8, 2, *flags, "--run_name", "without")
     known = fork(8, 2, *flags, "--run_name", "known", "--peak_tflops", 0.1)
     assert " mfu " not in without.stdout and " mfu 0." in known.stdout
-    with modules_of(8):
-        import metrics as step_metrics
-        import utils
-    flops = step_metrics.flops_per_token(utils.load_config(utils.TINY_LLAMA, **{**SHAPE, "num_hidden_layers": 1,
-                                                           "num_attention_heads": None, "num_key_value_heads": None}), 16)
+    modules = Program(8).load()
+    flops = modules.metrics.flops_per_token(modules.utils.load_config(modules.utils.TINY_LLAMA, **{
+        **SHAPE, "num_hidden_layers": 1, "num_attention_heads": None, "num_key_value_heads": None}), 16)
     for row in metrics(tmp_path, "known"):
         assert row["mfu"] == pytest.approx(row["tokens_per_second_per_rank"] * flops / 0.1e12)
     assert all("mfu" not in row for row in metrics(tmp_path, "without"))

@@ -5,19 +5,18 @@ import random
 import numpy as np
 import pytest
 import torch
-from lab.launch import modules_of
+from lab.program import Program
 
-with modules_of(9):
-    from dataloader import HeterogeneousDataLoader, deal_microbatches
+dataloader = Program(9).load().dataloader
 
 SAMPLES = [{"input_ids": torch.tensor([i, i + 1]), "pixel_values": torch.tensor([i / 2])} for i in range(37)]
 
 
-def loader(counts: list[int], pipeline: int = 0, size: int = 2, dataset=SAMPLES, **options) -> HeterogeneousDataLoader:
-    return HeterogeneousDataLoader(dataset, size, counts, pipeline, torch.device("cpu"), torch.float64, **options)
+def loader(counts: list[int], pipeline: int = 0, size: int = 2, dataset=SAMPLES, **options):
+    return dataloader.HeterogeneousDataLoader(dataset, size, counts, pipeline, torch.device("cpu"), torch.float64, **options)
 
 
-def microbatches(of: HeterogeneousDataLoader) -> list[list[int]]:
+def microbatches(of) -> list[list[int]]:
     """The numbers of the samples of each."""
     return [batch["input_ids"][:, 0].tolist() for batch in of]
 
@@ -36,7 +35,7 @@ def test_pipelines_together_read_what_one_process_reads(shuffle):
         assert [len(part) for part in parts] == [len(found) for found in apart] == [9, 3, 6]
         for step in range(3):
             hands = [found[step * count : (step + 1) * count] for found, count in zip(apart, counts, strict=True)]
-            dealt = {i: hand[k] for hand, mine in zip(hands, deal_microbatches(counts), strict=True)
+            dealt = {i: hand[k] for hand, mine in zip(hands, dataloader.deal_microbatches(counts), strict=True)
                      for k, i in enumerate(mine)}
             assert [dealt[i] for i in range(6)] == together[step * 6 : (step + 1) * 6]
         epochs.append(sum(together, []))

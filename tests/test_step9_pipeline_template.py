@@ -6,9 +6,10 @@ import re
 
 import pytest
 import torch
+from lab.huggingface import run_chain
 from lab.launch import ROOT
 from support.families import (
-    FAMILIES, TOYS, TRIED, PipelineTemplate, our_model, run_chain, stages_of, toy, toy_batch, toy_on_meta,
+    FAMILIES, TOYS, TRIED, PipelineTemplate, our_model, stages_of, toy, toy_batch, toy_on_meta,
 )
 from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig
 

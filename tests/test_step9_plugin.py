@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from lab.launch import modules_of
-from support.families import HeterogeneousParallelPlugin, PipelineTemplate, listed_modules, run_chain, stages_of, toy
+from lab.huggingface import run_chain
+from lab.program import Program
+from support.families import HeterogeneousParallelPlugin, PipelineTemplate, listed_modules, stages_of, toy
 
-with modules_of(9):
-    from data_parallel import Bucket
-    from pipeline_parallel import afab
+STEP = Program(9).load()
 
 
 @pytest.fixture
@@ -80,7 +79,7 @@ def test_configure_keeps_the_optimizers_groups_and_settings(plugin):
     assert len(first["params"] + second["params"]) == len(decayed + others)
 
 
-@pytest.mark.parametrize("schedule, peak", [(afab, 3), (None, 1)])
+@pytest.mark.parametrize("schedule, peak", [(STEP.pipeline_parallel.afab, 3), (None, 1)])
 def test_the_schedule_and_no_loss(make_plugin, schedule, peak):
     plugin = make_plugin(**({"schedule": schedule} if schedule else {}))
     stage, optimizer, loader = configured(plugin, toy("gpt2"), 3)
@@ -103,7 +102,7 @@ def test_buckets_are_launched_in_order(plugin):
     """Whatever arrives first: ranks that launch in unlike orders would sum what does not belong together."""
     wrapper, _, _ = configured(plugin, toy("gpt2"))
     first, second = params = list(wrapper.parameters())[:2]
-    wrapper.buckets = [Bucket([param], dist.group.WORLD) for param in params]
+    wrapper.buckets = [STEP.data_parallel.Bucket([param], dist.group.WORLD) for param in params]
     wrapper.bucket_of = dict(zip(params, wrapper.buckets, strict=True))
     for param, launched in ((second, [False, False]), (first, [True, True])):
         param.grad = torch.ones_like(param)

@@ -5,9 +5,10 @@ import shutil
 
 import pytest
 import torch
+from lab.huggingface import run_backward, run_chain
 from safetensors.torch import save_file
 from support.families import (
-    CASES, IDS, PipelineStage, PipelineTemplate, hf_tensor_parallel, load_weights, run_chain, stages_on_meta, toy,
+    CASES, IDS, PipelineStage, PipelineTemplate, hf_tensor_parallel, load_weights, stages_on_meta, toy,
     toy_batch, toy_loss, toy_on_meta,
 )
 from transformers import conversion_mapping, core_model_loading
@@ -35,12 +36,6 @@ def saved(tmp_path_factory):
         return folders[name, tied]
 
     return save
-
-
-def run_backward(loss: torch.Tensor, wires: list[tuple]) -> None:
-    loss.backward()
-    for sent, received in reversed(wires):
-        sent.backward(received.grad)
 
 
 def assert_same_gradients(stages: list[PipelineStage], whole) -> None:

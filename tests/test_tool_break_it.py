@@ -7,7 +7,6 @@ import shlex
 import break_it
 from break_it import FAULTS
 from lab.launch import ROOT, STEPS, start_fork
-from lab.program import Program
 from test_pages import missing_paths
 
 PAGE = (ROOT / "docs" / "DEBUGGING.md").read_text(encoding="utf-8")
@@ -18,10 +17,10 @@ TWO_STEPS = [*SMALL, "256"]  # of 8 micro-batches, over all replicas
 def start(folder: pathlib.Path, name: str, *further: str, **options):
     """The run of break_it.py, in forked processes that start faster, as a future; metrics in folder/NAME."""
     fault = FAULTS[name]
-    copy = folder / f"{name}{len(list(folder.iterdir()))}"
-    script = Program(fault.step, edits=fault.besides + fault.edits).copy(copy)
+    program = fault.program(*further)
     flags = [*break_it.flags_of(name, fault, list(further)), "--log_dir", folder]
-    return start_fork(fault.step, fault.num_processes, *flags, script=script, timeout=60, **options)
+    script = program.copy(folder / f"{name}{len(list(folder.iterdir()))}")
+    return start_fork(fault.step, program.size, *flags, script=script, timeout=60, **options)
 
 
 def test_list_and_wrong_words(capsys):

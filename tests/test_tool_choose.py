@@ -20,9 +20,7 @@ with modules_of(9):
     from sizes import split_memory, splits
     from sizes.data_sheets import PRESETS, Shape, kept_by_layer, parse_nodes, synthetic_cluster
     from sizes.splits import Job, Split
-with modules_of(11):
-    from virtual_stages import SCHEDULES
-
+SCHEDULES = Program(11).load().virtual_stages.SCHEDULES
 TINY = Shape(128, 352, 8, 8, 4, 1024, False, 16)
 JOB = Job(TINY, seq_len=16, global_batch=8, micro_batch=2, dtype="float32", ranks=4, per_machine=8, memory=72e9,
           inside=360e9, between=40e9, flops=692e12, is_gpu=False)

@@ -13,20 +13,21 @@ import pytest
 from lab.launch import ROOT, STEPS, environment, modules_of
 from lab.program import Program
 from lab.ranks import processes, run, threads
+from lab.watch.held import Memory
 from lab.watch.kept import Allocated
 from lab.watch.messages import LOGGED, Messages
 
 with modules_of(9):
     import dry_run
-    from lab.alone import run_rank
+    from lab.rank_alone import alone
+    from lab.watch.dry_run import run_rank
     from lab.watch.memory import Event, Handle
     from maintain import published_runs
+    from museum.faults_beyond import FAULTS
     from sizes import split_memory, splits
-    from sizes.clock import Clock, Machine, flops_per_token, simulate
+    from sizes.clock import Clock, Machine, flops_per_token, play_pipeline
     from sizes.data_sheets import PRESETS, Shape
     from utils import UserError
-with modules_of(11):
-    from virtual_stages import SCHEDULES
 
 SMALL = ["--num_hidden_layers", "4", "--micro_batch_size", "2", "--device", "cpu"]
 SHORT = [*SMALL, "--seq_len", "16", "--dtype", "float32"]
@@ -98,6 +99,27 @@ def test_memory_is_that_of_a_real_run(step, ranks, flags):
     raise AssertionError((kinds, real.grown))
 
 
+@cases("tensor", "chunks, backward in two parts", "ZeRO 2")
+def test_memory_by_kind_is_that_of_ranks_in_this_process(step, ranks, flags):
+    """After each phase, in every byte. There, averages come with the first optimizer step, and count as such not only
+    where they are AdamW's."""
+    flags = [*SHORT, *flags.split()]
+    program = Program(step, [*flags, "--max_tokens", tokens(16, step, ranks, flags)])
+    [memory] = run(program, threads(ranks), [Memory()]).watches
+    for rank in {0, ranks - 1}:
+        count = dry(step, ranks, rank, flags).count
+        if 5 < step < 18:  # it has a timeline, and the dry run's is the first step
+            phases = [(name, held | {"optimizer": 0}) for name, held in count.moments
+                      if name not in ("gradient norm", "optimizer")]
+            assert phases and phases == memory.held[rank][: len(phases)], rank
+        for kind in ("weights", "gradients", "optimizer") if step < 17 else ("weights",):
+            assert count.snapshots["after the step"][kind] == memory.snapshots[rank]["after the step"][kind], kind
+    if step < 16:  # where tokens choose experts, what arrives counts
+        [one] = run(program, alone(ranks - 1, ranks), [Memory()]).watches
+        assert one.held[ranks - 1] == memory.held[ranks - 1][: len(one.held[ranks - 1])]
+        assert f"rank {ranks - 1} " in str(one)
+
+
 def test_weights_gradients_averages_and_operations_are_exact():
     """Of a stage's parameters P: 4 P each of weights and gradients, 8 P of averages and their counters. Operations: 6 for
     each weight and token, and those of 7 products of attention, each with half of its 16 x 16 scores for each sample."""
@@ -110,17 +132,14 @@ def test_weights_gradients_averages_and_operations_are_exact():
     assert rank.store_operations == 3, "it reads rank 0's flags, counts itself, and reads the outcome"
 
 
-@pytest.mark.parametrize("engine, chunks, bubble", [("1f1b", 1, 3 / 11), ("zb", 1, 3 / 27), ("interleaved", 2, 3 / 19)])
-def test_the_bubble_is_that_of_the_chapters(engine, chunks, bubble):
-    orders = [[(*each, 0)[:3] for each in SCHEDULES[engine](stage, 4, 8, *[chunks] * (chunks > 1))]
-              for stage in range(4)]
-    seconds = {"F": 1, "B": 1 if engine == "zb" else 2, "W": 1}
-    done = simulate(orders, lambda stage, kind, chunk: seconds[kind], lambda *_: 0.0)
-    end = max(last for stage in done for _, last in stage.values())
-    work = sum(seconds[kind] for kind, *_ in orders[0] if engine != "zb") or 24
-    assert 1 - work / end == pytest.approx(bubble)
-    with pytest.raises(ValueError, match="never ends: stages"):
-        simulate([[("B", 0, 0), ("F", 0, 0)], [("F", 0, 0), ("B", 0, 0)]], lambda *_: 1.0, lambda *_: 0.0)
+def test_a_schedule_that_never_ends_is_refused(tmp_path):
+    """The rank itself runs alone, so that nothing is missing there: its messages come from nowhere."""
+    flags = [*SHORT, "--pp_size", "2", "--model_name", str(ROOT / "assets" / "tiny_llama")]
+    script = FAULTS["deadlock"].program().copy(tmp_path)
+    rank = run_rank(script, flags, 2, 0, 8, lambda *_: 0.0, False, PRESETS)
+    machine = Machine({}, 1.0, 1.0, 1.0, 1, 1.0)
+    with pytest.raises(ValueError, match="never ends: stages .0, 1. wait for each other"):
+        play_pipeline(dict.fromkeys(range(2), (rank, Clock(rank, machine))), machine)
 
 
 def test_the_clock_tells_usual_actions_from_what_a_step_has_once():
@@ -182,8 +201,7 @@ def test_unlike_pipelines_end_their_step_together(capsys):
 @pytest.mark.parametrize("step, more", [(8, {}), (16, {"num_experts": 8, "experts_per_token": 3})])
 def test_one_definition_of_mfu(step, more):
     """That of the steps' metrics.py, in dry_run.py and in what_if.py."""
-    with modules_of(step):
-        import metrics
+    metrics = Program(step).load().metrics
     shape = Shape(128, 352, 4, 8, 4, 1024, False, 16)
     config = types.SimpleNamespace(**shape.config(), **{"num_experts": 0, **more})
     assert flops_per_token(config, 64) == metrics.flops_per_token(config, 64)

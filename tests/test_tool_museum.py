@@ -7,11 +7,10 @@ import re
 import break_it
 import pytest
 from break_it import FAULTS
-from lab.flags import one_process
 from lab.launch import ROOT
 from lab.program import Edit, Program
 from museum import find_faults
-from museum.find_faults import CHECKS, TOPOLOGIES, Finding, case_of
+from museum.find_faults import CHECKS, TOPOLOGIES, Finding
 
 PAGE = (ROOT / "docs" / "DEBUGGING.md").read_text(encoding="utf-8")
 FIRST = {step: next(each for each in TOPOLOGIES if each[0] == step) for step in ("4", "5", "8", "14")}  # by default
@@ -72,25 +71,27 @@ def test_an_edit_whose_text_is_gone_is_an_error(old, times):
 @pytest.mark.parametrize("step, ranks, flags", [
     pytest.param(*each, marks=() if each == FIRST.get(each[0]) else pytest.mark.slow) for each in TOPOLOGIES])
 def test_no_alarm_on_a_healthy_topology(step, ranks, flags):
-    assert find_faults.healthy_alarms(step, ranks, flags) == []
+    assert find_faults.healthy_alarms(step, flags) == []
 
 
 @pytest.mark.slow
 def test_how_many_faults_each_check_finds():
     counts = dict.fromkeys(CHECKS, 0)
-    for fault, (name, check) in itertools.product(FAULTS.values(), CHECKS.items()):
+    for fault, name in itertools.product(FAULTS.values(), CHECKS):
         with contextlib.suppress(find_faults.Violation, KeyError):  # it stops before there is anything to compare
-            counts[name] += check(case_of(fault, fault.edits)).alarm
+            counts[name] += find_faults.find(fault, check=name).alarm
     first, *others, last = (f"{name} {count}" for name, count in counts.items())
     words = f"{first.replace(' ', ' finds ')} of these {len(FAULTS)}, {', '.join(others)} and {last}"
     assert words in PAGE, words
 
 
 def test_one_process_keeps_what_is_not_about_ranks():
-    words = one_process(("--tp_size", "2", "--sequence_parallel", "--zero", "1", "--dp_size", "3", "--cp_size", "2",
-                         "--warmup_steps", "5", "--gradient_accumulation_steps", "4"))
-    assert words == ("--warmup_steps", "5", "--dp_size", "1", "--pp_size", "1", "--tp_size", "1",
-                     "--gradient_accumulation_steps", "12")
+    program = Program("16", "--tp_size 2 --sequence_parallel --zero 1 --dp_size 3 --cp_size 2 --warmup_steps 5 "
+                      "--gradient_accumulation_steps 4".split())
+    assert program.size == 12 and program.one_process().size == 1
+    assert Program("9", ["--pipelines", "1,3;2,1,1", "--tp_size", "2"]).size == 10
+    assert program.one_process().flags == ("--warmup_steps 5 --dp_size 1 --pp_size 1 --tp_size 1 "
+                                           "--gradient_accumulation_steps 12").split()
 
 
 def test_the_command(monkeypatch, capsys):
@@ -103,7 +104,7 @@ def test_the_command(monkeypatch, capsys):
     assert break_it.main(["stale", "--find", "--healthy"]) == break_it.main(["--find"]) == 0
     assert capsys.readouterr().out.endswith(f"\n{len(FAULTS)} of {len(FAULTS)} caught, no alarms without a fault\n")
     monkeypatch.setattr(find_faults, "find", lambda fault, healthy=False: Finding(healthy, ""))
-    monkeypatch.setattr(find_faults, "healthy_alarms", lambda step, ranks, flags: ["norm: x"] * (step == "3"))
+    monkeypatch.setattr(find_faults, "healthy_alarms", lambda step, flags: ["norm: x"] * (step == "3"))
     assert break_it.main(["--find"]) == break_it.main(["--find", "--healthy"]) == 1
     shown = capsys.readouterr().out
     assert f"0 of {len(FAULTS)} caught, {len(FAULTS)} alarms" in shown

@@ -1,15 +1,21 @@
 """Ranks in one process: what works between processes works there, and what does not ends with a sentence."""
 
+import os
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from lab.baton import Violation
-from lab.launch import fork, metrics
-from lab.program import Program
-from lab.ranks import SMALL, run, threads
+from lab.program import Edit, Program
+from lab.rank_alone import alone
+from lab.ranks import processes, run, threads
 from lab.thread_ranks import World
+from lab.watch.dry_run import DryRun
+from lab.watch.held import Memory
+from lab.watch.messages import Messages
+from lab.watch.numbers import Numbers
+from lab.watch.waits import Waits
 
 
 def violation(size: int, program, timeout: float = 20) -> str:
@@ -121,11 +127,60 @@ def test_errors_are_those_of_the_rank():
 
 @pytest.mark.parametrize("step, size, flags", [
     ("8", 4, ("--pp_size", "2", "--tp_size", "2")), ("15", 2, ("--cp_size", "2"))])
-def test_a_step_trains_as_in_processes(step, size, flags, tmp_path):
-    flags = (*flags, "--gradient_accumulation_steps", "4", "--max_tokens", "128")
-    here = run(Program(step, flags), threads(size), prepare=lambda modules, rank: setattr(
+def test_a_step_trains_as_in_processes(step, size, flags):
+    """Losses, norms, and each rank's gradients, in every step, which a watch finds here as there."""
+    program = Program(step, (*flags, "--gradient_accumulation_steps", "4", "--max_tokens", "128"))
+    here = run(program, threads(size), [Numbers()], prepare=lambda modules, rank: setattr(
         modules.train, "load_samples", modules.dataloader.load_samples))
-    fork(step, size, *SMALL, *flags, "--log_dir", tmp_path, "--run_name", "run")
-    for one, other in zip(here.rows, metrics(tmp_path, "run"), strict=True):
+    there = run(program, processes(size), [Numbers()])
+    assert len(here.rows) == len(there.rows) == 2
+    for one, other in zip(here.rows, there.rows):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-12)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-12)
+    found, expected = here.watches[0].gradients, there.watches[0].gradients
+    assert found.keys() == expected.keys() == {*range(size)}
+    for rank, steps in expected.items():
+        torch.testing.assert_close(found[rank], steps, rtol=1e-9, atol=1e-12)
+
+
+def test_after_an_error_memory_is_no_longer_counted():
+    with pytest.raises(ValueError, match="pp_size=9 stages"):
+        run(Program("8", ["--pp_size", 9]), alone(0, 9), [memory := Memory()])
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack() and not memory.peak
+
+
+def test_an_edit_and_an_error_in_processes():
+    edits = [Edit("train.py", "        model.zero_grad()\n", "        raise ValueError('edited')\n")]
+    with pytest.raises(AssertionError, match="ValueError: edited"):
+        run(Program("8", edits=edits), processes(1))
+    with pytest.raises(ValueError, match="messages can't watch processes: choose threads"):
+        run(Program("8"), processes(1), [Messages()])
+
+
+def test_a_rank_alone_runs_one_step_and_ends_without_a_group():
+    steps, flags = [], ["--dp_size", 128, "--pp_size", 16, "--tp_size", 8, "--num_hidden_layers", 16,
+                        "--num_attention_heads", 8, "--num_key_value_heads", 8]
+
+    def note(modules, rank: int) -> None:
+        assert (rank, dist.is_initialized(), os.environ["LOCAL_RANK"]) == (8191, False, "7")
+        run_schedule = modules.train.run_schedule
+        modules.train.run_schedule = lambda *args: steps.append(dist.get_world_size()) or run_schedule(*args)
+
+    [modules] = run(Program("8", flags), alone(8191, 16384), prepare=note).modules
+    grid = modules.process_group_manager.process_group_manager
+    assert steps == [16384] and (grid.dp_rank, grid.pp_rank, grid.tp_rank) == (63, 15, 7)
+    assert not dist.is_initialized() and dist.P2POp.__module__.startswith("torch"), "all is torch's again"
+    with pytest.raises(ValueError, match="there is no rank 4 of 4: choose one of 0 to 3"):
+        alone(4, 4)
+
+
+@pytest.mark.parametrize("ranks, watches, words", [
+    (alone(0, 2), [Messages()], "messages can't watch alone: choose threads"),
+    (threads(2), [DryRun()], "dryrun can't watch threads: choose alone"),
+    (threads(2), [Waits()], "waits can't watch threads: choose alone"),
+    (alone(0, 2), [Waits(), DryRun()], "dryrun and waits can't watch together: without numbers, nobody waits for them"),
+    (alone(0, 2), [Waits()], "call lab.watch.waits.start()")])
+def test_watches_that_make_no_sense_are_refused(ranks, watches, words):
+    with pytest.raises(ValueError) as found:
+        run(Program("8"), ranks, watches)
+    assert words in str(found.value) and "\n" not in str(found.value)

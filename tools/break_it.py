@@ -24,7 +24,6 @@ import tempfile
 
 sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
 
-from lab.flags import one_process
 from lab.launch import ROOT, metrics, torchrun
 from lab.program import Program
 from museum.faults import SGD, Fault
@@ -59,10 +58,10 @@ def read_metrics(flags: list[str]) -> list[dict]:
     return metrics(where.log_dir, where.run_name)
 
 
-def compare(script: pathlib.Path, right: pathlib.Path, num_processes: int, flags: list[str]) -> int:
+def compare(script: pathlib.Path, program: Program, right: pathlib.Path) -> int:
     """Trains `right` in one process, then `script`, and prints the losses and gradient norms of both, step by step."""
-    alone = [*one_process(flags), "--run_name", "one_process"]
-    for processes, path, words in ((1, right, alone), (num_processes, script, flags)):
+    flags, alone = program.flags, [*program.one_process().flags, "--run_name", "one_process"]
+    for processes, path, words in ((1, right, alone), (program.size, script, flags)):
         if code := run(processes, path, words, stdout=subprocess.DEVNULL):
             return code
     print(PER_STEP.format("step", "one process", "loss", "difference", "norm, one process", "norm", "ratio"))
@@ -119,19 +118,18 @@ def start(args: argparse.Namespace) -> int:
         if args.name:
             return find_faults.find_one(args.name, FAULTS[args.name], args.healthy)
         return find_faults.find_healthy() if args.healthy else find_faults.find_all(FAULTS)
-    fault = FAULTS[args.name]
-    besides = fault.besides + SGD * args.sgd
+    fault = FAULTS[args.name]._replace(besides=FAULTS[args.name].besides + SGD * args.sgd)
     with tempfile.TemporaryDirectory() as folder:
-        program = Program(fault.step, edits=besides + fault.edits * (not args.healthy))
+        program = fault.program(*args.further, healthy=args.healthy)
         script = program.copy(pathlib.Path(folder))
         print(program.diff(), flush=True)
+        print(f"torchrun --nproc_per_node {program.size} {script.parent.name}/train.py {shlex.join(program.flags)}\n",
+              flush=True)
         flags = flags_of(args.name, fault, args.further)
-        shown = shlex.join([*fault.flags, *args.further])
-        print(f"torchrun --nproc_per_node {fault.num_processes} {script.parent.name}/train.py {shown}\n", flush=True)
         if not args.compare:
-            return run(fault.num_processes, script, flags)
-        right = Program(fault.step, edits=besides).copy(pathlib.Path(folder, "right"))
-        return compare(script, right, fault.num_processes, flags)
+            return run(program.size, script, flags)
+        right = fault.program(healthy=True).copy(pathlib.Path(folder, "right"))
+        return compare(script, program.with_flags(flags), right)
 
 
 if __name__ == "__main__":

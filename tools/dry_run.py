@@ -22,7 +22,7 @@ import sys
 
 sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
 
-from lab.alone import run_rank
+from lab.watch.dry_run import run_rank
 from lab.launch import writing
 from lab.watch.memory import KINDS, Event
 from sizes.clock import Clock, Machine, Rank, machine_of, predict, write_trace

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
 
-from lab.huggingface import float64_throughout
+from lab.huggingface import float64_throughout, run_backward, run_chain
 from lab.launch import Help, environment, modules_of, torchrun
 
 with modules_of(9):
@@ -147,17 +147,10 @@ def train_stages(model) -> list:
     for _ in range(2):
         losses = []
         for batch in batches():
-            received, chain = None, []
-            for stage in stages:
-                out = stage(received, **batch)
-                chain.append((received, out))
-                received = out if stage.is_last else out.detach().requires_grad_()
-            loss = loss_of(model, received, batch)
+            out, wires = run_chain(stages, batch)
+            loss = loss_of(model, out, batch)
             losses.append(loss.item())
-            gradient, outputs = None, [out for _, out in chain[:-1]] + [loss]
-            for (received, _), out in zip(reversed(chain), reversed(outputs)):
-                torch.autograd.backward(out, gradient)
-                gradient = received.grad if received is not None else None
+            run_backward(loss, wires)
         params = {name: param for stage in stages for name, param in stage.model.named_parameters()}
         if tied and tied[1] in params and tied[0] in params:  # the two ends' sum, as sum over the owners
             params[tied[0]].grad = params[tied[1]].grad = params[tied[0]].grad + params[tied[1]].grad

@@ -5,11 +5,10 @@
     python tools/find_by_types.py --right        # our steps as they are, on grids of up to 1,024 ranks
 
 Rank 0 of a step's train.py, or of a trainer of same_numbers, runs up to its first optimizer step. Neither knows of
-types: what is annotated stands here, in annotate_step() and check_trainer().
+types: what is annotated stands in lab/watch/typed_steps.py, and here in check_trainer().
 """
 
 import argparse
-import functools
 import pathlib
 import re
 import sys
@@ -18,20 +17,20 @@ from collections.abc import Callable
 from unittest import mock
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where lab is
 
 import same_numbers
-from lab.flags import sizes
-from lab.program import StepModules
-from lab.ranks import run, threads
+from lab.program import Program
+from lab.rank_alone import EndOfStep, alone
+from lab.ranks import run
 from museum.faults_beyond import FAULTS
-from museum.find_faults import Case, case_of, source
+from museum.find_faults import FEW_MICROBATCHES
 from same_numbers import trainers_base, trainers_data, trainers_model
 
 try:
-    from lab.watch.types import I, R, TypedRank, TypeRefused, V, set_types, spmd
+    from lab.watch.typed_steps import Types
+    from lab.watch.types import I, R, TypedRank, V, set_types, spmd
 except ImportError as error:
     sys.exit(f"find_by_types.py: {error}")
 
@@ -51,110 +50,18 @@ NOT_TYPED = {"pp": "torch.distributed.pipelining sends objects", "ddp": "DDP's h
              "shards": "ZeRO's sums are sends and receives of unlike parts"}
 
 
-class Done(Exception):
-    """An optimizer step is through, up to the optimizer."""
-
-
-class OneRank:
-    """In place of a World: runs rank 0 alone, under types."""
-
-    def __init__(self, axes: dict[str, int]):
-        self.rank = TypedRank(axes)
-
-    def run(self, program: Callable[[int], object], timeout: float) -> None:
-        with self.rank:
-            program(0)
-
-
-def refusal(rank: TypedRank, program: Callable[[], object]) -> str:
-    """What is refused, "" where nothing is."""
-    try:
-        program()
-    except TypeRefused as error:
-        return rank.named(str(error))
-    except Done:
-        return ""
-    raise AssertionError("the program has ended before its optimizer")
-
-
-def check_step(case: Case, type_on_tp: Callable[[str, bool], str] | None = None) -> str:
+def check_step(program: Program, type_on_tp: Callable[[str, bool], str] | None = None) -> str:
     """Runs rank 0 of a step's train.py up to its first optimizer step. Returns what is refused.
 
     type_on_tp(name, sequence_parallel) may say the weights' types along tp, "R", "I" or "V".
     """
-    found = sizes(case.flags)
+    found = program.sizes
     micro_batches, length = max(2, found.pp_size), 32 if found.cp_size * found.tp_size > 8 else 16
     small = {"seq_len": length, "num_key_value_heads": max(found.tp_size, 4), "num_hidden_layers": found.pp_size,
              "gradient_accumulation_steps": micro_batches, "max_tokens": micro_batches * length * found.dp_size}
-    flags = (*case.flags, *(word for name, value in small.items() for word in (f"--{name}", str(value))))
-    world = OneRank({"dp": found.dp_size // found.ep_size, "ep": found.ep_size, "pp": found.pp_size,
-                     "cp": found.cp_size, "tp": found.tp_size})
-
-    def before_optimizer(*_) -> None:
-        world.rank.check_gradients()
-        raise Done
-
-    hook = register_optimizer_step_pre_hook(before_optimizer)
-    try:
-        return refusal(world.rank, lambda: run(
-            source(case).with_flags(flags), threads(case.size, world), prepare=lambda modules, _: annotate_step(
-                modules, world.rank, found, type_on_tp)))
-    finally:
-        hook.remove()
-
-
-def annotate_step(modules: StepModules, rank: TypedRank, flags: argparse.Namespace, type_on_tp) -> None:
-    """The types of a step's samples, weights and messages, and which of its functions are collectives."""
-    for module in (getattr(modules, name, None) for name in ("tensor_parallel", "sequence_parallel")):
-        for kind in ("all_reduce", "all_gather", "reduce_scatter"):
-            if hasattr(module, kind):
-                rank.replace(module, kind, lambda: modules.process_group_manager.process_group_manager.tp_group)
-    loader, clip, train_step = (modules.dataloader.MicroBatchDataLoader, modules.train.clip_grad_norm,
-                                modules.train.train_step)
-
-    def next_batch(self, following=loader.__next__) -> dict:
-        if hasattr(self, "position_ids"):
-            rank.annotate(self.position_ids, {"cp": V})
-        with spmd.no_typecheck():
-            batch = following(self)
-        return {name: rank.annotate(each, {"tp": R}, V) for name, each in batch.items()}
-
-    def typed_train_step(*args) -> torch.Tensor:
-        if not rank.weights:
-            model = next(each for each in args if isinstance(each, torch.nn.Module))
-            annotate_model(model, rank, flags, type_on_tp)
-            for each in model.modules():
-                if "attend" in vars(each):  # step 15 has bound it before types were checked
-                    each.attend = functools.partial(modules.context_parallel.RingAttention.apply, *each.attend.args)
-        return train_step(*args)
-
-    def typed_clip(*args) -> torch.Tensor:
-        rank.check_gradients()
-        return rank.check_norm(clip(*args))
-
-    loader.__next__, modules.train.clip_grad_norm, modules.train.train_step = next_batch, typed_clip, typed_train_step
-    if hasattr(modules, "expert_parallel"):
-        balance = modules.expert_parallel.ExpertBalance
-        balance.after_choice = spmd.no_typecheck(balance.after_choice)  # it counts for the log
-
-
-def annotate_model(wrapped: torch.nn.Module, rank: TypedRank, flags: argparse.Namespace, type_on_tp) -> None:
-    """Weights that tp ranks hold whole are I, as what passes them is; with sequence parallelism they see a part."""
-    model = getattr(wrapped, "module", wrapped)
-    whole, weights = R if flags.sequence_parallel else I, dict(model.named_parameters())
-    split = {getattr(each, name) for each in model.modules() for name in getattr(each, "tp_dims", ())}
-
-    def types_of(name: str) -> dict:
-        tied = name == "embedding.weight" and model.config.tie_word_embeddings
-        on_tp = ({"R": R, "I": I, "V": V}[type_on_tp(name, flags.sequence_parallel)] if type_on_tp
-                 else V if weights[name] in split else whole)
-        return {"tp": on_tp, "pp": R if tied else V,
-                "ep": V if ".experts." in name else R}
-
-    rank.received = {"tp": V if flags.sequence_parallel else I}
-    rank.start(weights, types_of)
-    for bucket in getattr(wrapped, "buckets", ()):
-        rank.annotate_buffer(bucket.grad_data, bucket.params)
+    flags = (*program.flags, *(word for name, value in small.items() for word in (f"--{name}", str(value))))
+    run(program.with_flags(flags), alone(0, program.size), [types := Types(type_on_tp)])
+    return types.refused
 
 
 SUMMANDS = {"tp": "[qk]_norm", "sp": "norm|router|out.bias"}  # whole weights that are R there; elsewhere all are
@@ -175,7 +82,7 @@ def check_trainer(kind: str, fault: str = "") -> str:
 
     def before_optimizer(**_) -> None:
         rank.check_gradients()
-        raise Done
+        raise EndOfStep
 
     def pairs(*args) -> tuple[torch.Tensor, ...]:
         with spmd.no_typecheck():
@@ -186,10 +93,10 @@ def check_trainer(kind: str, fault: str = "") -> str:
         part = cut(x, dim)
         return set_types(part, dict.fromkeys(rank.axes.values(), V)) if spmd.has_local_type(part) else part
 
-    with rank, mock.patch.object(same_numbers, "Recorder", recorder), mock.patch.object(
+    with alone(0, 2).joined(), rank, mock.patch.object(same_numbers, "Recorder", recorder), mock.patch.object(
             trainers_base, "own", own), mock.patch.multiple(
             trainers_model, own=own, pairs=pairs), mock.patch.multiple(trainers_data, own=own, pairs=pairs):
-        return refusal(rank, lambda: trainers()[kind](trainers_base.Run(fault, pathlib.Path(), 1)))
+        return rank.refusal(lambda: trainers()[kind](trainers_base.Run(fault, pathlib.Path(), 1)))
 
 
 def trainers() -> dict[str, Callable]:
@@ -209,7 +116,7 @@ def not_tried(name: str) -> str:
 def check(name: str, healthy: bool = False) -> str:
     """What is refused of a fault, or of the same without it."""
     if name in FAULTS:
-        return check_step(case_of(FAULTS[name], () if healthy else FAULTS[name].edits))
+        return check_step(FAULTS[name].program(*FEW_MICROBATCHES, healthy=healthy))
     return check_trainer(*name.split()[: 1 if healthy else 2])
 
 
@@ -230,7 +137,7 @@ def print_right() -> int:
     """Prints what types say of our steps. Returns 1 where they refuse one."""
     accused = 0
     for step, ranks, flags in GRIDS:
-        saw = check_step(Case(step, ranks, tuple(flags.split())))
+        saw = check_step(Program(step, flags.split()))
         accused += bool(saw)
         print(f"step {step:>2}, {ranks:,} ranks, {' '.join(flags.split())}: {saw or 'nothing is refused'}", flush=True)
     print(f"{accused or 'nothing'} refused on {len(GRIDS)} grids")

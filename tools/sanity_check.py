@@ -37,6 +37,7 @@ sys.path.insert(1, str(pathlib.Path(__file__).resolve().parent.parent))  # where
 
 from course.sanity_figure import draw
 from lab.launch import ROOT, STEPS, Help, metrics, torchrun, writing
+from lab.program import Program
 
 QUANTITIES = {"loss": "loss", "grad_norm": "gradient norm"}  # in metrics.jsonl, and in words
 TINYLLAMA = dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32, head_dim=64,
@@ -173,12 +174,10 @@ def make_1b_model(folder: pathlib.Path) -> pathlib.Path:
 
 def train(row: Row, flags: dict, log_dir: pathlib.Path) -> bool:
     """Runs one row, its output in <log_dir>/<name>.log; False, and the output's end printed, where it fails."""
-    sizes = {axis: row.flags.get(axis, 1) for axis in ("tp_size", "cp_size", "dp_size", "pp_size")}
-    stages = len(row.flags.get("pipelines", "").replace(";", ",").split(","))  # 1 where they are all alike
-    ranks, output = math.prod(sizes.values()) * stages, log_dir / f"{row.name}.log"
-    flags = {"micro_batch_size": GLOBAL_BATCH // ACCUMULATION // sizes["dp_size"], "run_name": row.name,
+    flags = {"micro_batch_size": GLOBAL_BATCH // ACCUMULATION // row.flags.get("dp_size", 1), "run_name": row.name,
              "gradient_accumulation_steps": ACCUMULATION, "log_dir": log_dir, **flags, **row.flags}
     words = [word for name, value in flags.items() for word in (f"--{name}", value) if word is not True]
+    ranks, output = Program(row.step, words).size, log_dir / f"{row.name}.log"
     environment = {**({"OMP_NUM_THREADS": "1"} if ranks > 1 else {}), **os.environ}
     log_dir.mkdir(parents=True, exist_ok=True)
     (log_dir / row.name / "metrics.jsonl").unlink(missing_ok=True)  # else a failure would leave an earlier run's

@@ -7,6 +7,7 @@ import torch
 from attempt import random
 from catalogue import exercise
 from counting_runs import llama
+from lab.program import Program
 
 RIGHT = ("all_gather", "part")  # what a gather that all ranks use alike calls in forward and backward
 
@@ -114,7 +115,7 @@ def annotate(attempt):
     """
     with attempt.typed({"tp": 2}):  # which says so where types are not installed
         pass
-    from find_by_types import Case, check_step
+    from find_by_types import check_step
 
     answer, ours = attempt.function(), attempt.function(attempt.ours)
     names = [name for name, _ in llama(32, 16, 24, 12, 4, 4, 4).named_parameters()]  # of 12 layers
@@ -125,6 +126,6 @@ def annotate(attempt):
                             + ("P is a summand, and no weight is meant as a sum over the ranks" if letter == "P" else
                                "a type is one of these letters"))
         wrong = [name for name in names if found[name] != ours(name, bool(more))]
-        refused = check_step(Case("14", 2, flags), answer) or wrong and "(in a model of more layers)"
+        refused = check_step(Program("14", flags), answer) or wrong and "(in a model of more layers)"
         attempt.require(not refused, f"with {' '.join(flags)} this is refused:\n{refused}\n" + "".join(
             f"  Look at {name}: is it {found[name]}?" for name in wrong[:1]))

@@ -1,7 +1,6 @@
 """Bytes that ranks hold, by kind: weights, gradients, the optimizer's averages, activations, messages; at every moment.
 
-On ranks of this process, operations compute with real tensors: what each one makes is counted from then until it is
-freed. What an operation allocates and frees within itself is not seen. On ranks without numbers the count is theirs.
+What an operation makes is counted from then until it is freed. What it allocates and frees within itself is not seen.
 """
 
 import contextlib
@@ -27,19 +26,72 @@ ROW = "{:10}" + "{:>13}" * (len(KINDS) + 1) + "  {}"
 COPIES = {rank_collectives.__file__, thread_ranks.__file__}  # their clones stand for what is on its way
 
 
+class Phases(Watch):
+    """Tells a rank's count of bytes when a phase of an optimizer step begins and ends: as the step's timeline has them,
+    and in steps without one after each forward and backward."""
+
+    def __init__(self):
+        self._counts: dict[int, Held] = {}
+
+    @property
+    def own(self) -> Held:
+        """The count of the calling rank."""
+        return self._counts[dist.get_rank()]
+
+    @contextlib.contextmanager
+    def around(self, ranks) -> Iterator[None]:
+        zero_grad, backward, resize = torch.nn.Module.zero_grad, torch.autograd.backward, torch.UntypedStorage.resize_
+
+        def begin_step(module: torch.nn.Module, *args, **options) -> None:
+            zero_grad(module, *args, **options)
+            self.own.snapshot("before the step")
+
+        def run_backward(*args, **options) -> None:
+            if (count := self.own).phase != "between":
+                return backward(*args, **options)
+            count.moment("forward")
+            count.begin("backward")
+            backward(*args, **options)
+            count.end()
+
+        def resize_storage(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            result = resize(storage, size)
+            self.own.resized(storage)
+            return result
+
+        with (mock.patch.object(torch.nn.Module, "zero_grad", begin_step),
+              mock.patch.object(torch.autograd, "backward", run_backward),
+              mock.patch.object(torch.UntypedStorage, "resize_", resize_storage)):
+            yield
+
+    def begin(self, modules, rank: int) -> None:
+        count = self._counts[rank]
+        with contextlib.suppress(AttributeError):  # a step without buckets
+            as_gradients = mock.patch.object(count, "default", "gradients")
+            modules.data_parallel.Bucket.__init__ = as_gradients(modules.data_parallel.Bucket.__init__)
+        with contextlib.suppress(AttributeError):  # a step without a timeline
+            span = modules.timeline.timeline.span
+
+            @contextlib.contextmanager
+            def phase(kind: str, *of):
+                if kind == "gradient norm":
+                    count.snapshot("after backward")
+                if kind in PHASES:
+                    count.begin(kind, *of)
+                with span(kind, *of):
+                    yield
+                if kind in PHASES:
+                    count.end()
+
+            modules.timeline.timeline.span = phase
+
+
 class Live(Held, TorchDispatchMode):
     """Counts, within a `with` block, the tensors that operations of this thread make."""
 
     def __init__(self):
         TorchDispatchMode.__init__(self)
         Held.__init__(self)
-        self.params, self.backwards = [], 0
-
-    def start(self, optimizer: torch.optim.Optimizer) -> None:
-        """Training begins."""
-        self.params += [param for group in optimizer.param_groups for param in group["params"]]
-        self.default, self.phase = "activations", "between"
-        self.restart()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -60,126 +112,77 @@ class Live(Held, TorchDispatchMode):
 def is_copy(frame: types.FrameType) -> bool:
     """Whether a message's content is copied. Between an operation and who calls it are a few functions of torch's."""
     for _ in range(4):
-        if frame.f_code.co_filename in COPIES:
+        if frame and frame.f_code.co_filename in COPIES:
             return True
-        frame = frame.f_back
+        frame = frame and frame.f_back
     return False
 
 
-class Memory(Watch):
+class Memory(Phases):
     """`held[rank]`: after each phase, such as "forward 3", its name and {kind: bytes}. `peak[rank]`: the most of all
-    together, and in which phase. `snapshots[rank]`: in the last optimizer step, "before the step", "after backward", and
-    "after the step". A rank's averages are there from its first step on."""
+    together, and in which phase. `snapshots[rank]`: of the last optimizer step, "before the step", "after backward"
+    (with a timeline), and "after the step". A rank's averages are there from its first step on."""
 
     places = ("threads", "alone")
 
     def __init__(self):
+        super().__init__()
         self.held: dict[int, list[tuple[str, dict[str, int]]]] = {}
         self.peak: dict[int, tuple[str, dict[str, int]]] = {}
         self.snapshots: dict[int, dict[str, dict[str, int]]] = {}
-        self._live: dict[int, Held] = {}
-
-    @property
-    def _own(self) -> Held:
-        return self._live[dist.get_rank()]
 
     @contextlib.contextmanager
     def around(self, ranks) -> Iterator[None]:
-        if ranks.kind == "alone":  # it counts already
-            yield
-            return
-        zero_grad, backward, receive = torch.nn.Module.zero_grad, torch.autograd.backward, ranks.world.irecv
-        resize = torch.UntypedStorage.resize_
+        of_messages = ranks.world if ranks.kind == "threads" else dist
+        receive = of_messages.irecv
 
-        def begin(module: torch.nn.Module, *args, **options) -> None:
-            zero_grad(module, *args, **options)
-            self._own.backwards = 0
-            self._own.snapshot("before the step")
+        def irecv(tensor: torch.Tensor, *args, **options) -> types.SimpleNamespace:
+            count, handle = self.own, receive(tensor, *args, **options)
+            count.label(tensor, "messages", "activations")
+            return types.SimpleNamespace(wait=lambda: handle.wait() and count.label(tensor, "activations", "messages"),
+                                         is_completed=handle.is_completed)
 
-        def run_backward(*args, **options) -> None:
-            """A phase, also where a step has no timeline."""
-            live = self._own
-            if live.phase != "between":
-                return backward(*args, **options)
-            live.phase = f"forward {live.backwards}"
-            live.end(live.params)
-            live.begin("backward", live.backwards)
-            backward(*args, **options)
-            live.end(live.params)
-            live.backwards += 1
-
-        def irecv(tensor: torch.Tensor, *args, **options):
-            live, handle = self._own, receive(tensor, *args, **options)
-            live.label(tensor, "messages", "activations")
-            finish = handle.finish
-
-            def arrive() -> None:
-                finish()
-                live.label(tensor, "activations", "messages")
-
-            handle.finish = arrive
-            return handle
-
-        def resize_storage(storage: torch.UntypedStorage, size: int):
-            resize(storage, size)
-            self._own.resized(storage)
-            return storage
-
-        with (mock.patch.object(torch.nn.Module, "zero_grad", begin),
-              mock.patch.object(torch.UntypedStorage, "resize_", resize_storage),
-              mock.patch.object(torch.autograd, "backward", run_backward),
-              mock.patch.object(ranks.world, "irecv", irecv),
+        with (super().around(ranks), mock.patch.object(of_messages, "irecv", irecv),
               hooked(register_optimizer_step_pre_hook(self.before_step),
                      register_optimizer_step_post_hook(self.after_step))):
-            yield
+            try:
+                yield
+            finally:
+                if ranks.kind == "alone" and self._counts:  # an error has ended the rank, on this thread
+                    self._counts.pop(ranks.rank).__exit__(None, None, None)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        self._own.snapshot("after backward")
         if not optimizer.state:
-            self._own.default = "optimizer"  # its averages are made now
+            self.own.default = "optimizer"  # its averages are made now
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        self._own.default = "activations"
-        self._own.snapshot("after the step")
+        self.own.default = "activations"
+        self.own.snapshot("after the step")
 
     def begin(self, modules, rank: int) -> None:
-        live = self._live[rank] = Live()
+        count = self._counts[rank] = Live()
+        super().begin(modules, rank)
         init_weights, make_scheduler = modules.model.init_weights, modules.utils.make_scheduler
 
         def count_weights(model: torch.nn.Module, *args) -> None:
-            live.storages.clear()  # what is before, such as a tensor of the grid's ranks, does not count
-            live.held = Counter(dict.fromkeys(KINDS, 0))
+            count.storages.clear()  # what is before, such as a tensor of the grid's ranks, does not count
+            count.held = Counter(dict.fromkeys(KINDS, 0))
             init_weights(model, *args)
-            live.params.extend(model.parameters())
+            count.params.extend(model.parameters())
 
         def start(optimizer: torch.optim.Optimizer, *args):
-            live.start(optimizer)
+            count.params += [param for group in optimizer.param_groups for param in group["params"]]
+            count.start()
             return make_scheduler(optimizer, *args)
 
         modules.model.init_weights, modules.utils.make_scheduler = count_weights, start
-        with contextlib.suppress(AttributeError):  # a step without buckets
-            live.default, init = "weights", modules.data_parallel.Bucket.__init__
-            modules.data_parallel.Bucket.__init__ = mock.patch.object(live, "default", "gradients")(init)
-        with contextlib.suppress(AttributeError):  # a step without a timeline
-            span = modules.timeline.timeline.span
-
-            @contextlib.contextmanager
-            def phase(kind: str, *of):
-                if kind in PHASES:
-                    live.begin(kind, *of)
-                with span(kind, *of):
-                    yield
-                if kind in PHASES:
-                    live.end(live.params)
-
-            modules.timeline.timeline.span = phase
-        live.__enter__()
+        count.__enter__()  # for this thread
 
     def end(self, modules, rank: int) -> None:
-        live = self._live.pop(rank)
-        live.__exit__(None, None, None)
-        self.held[rank], self.peak[rank], self.snapshots[rank] = (
-            live.moments, (live.peak_at, dict(live.peak)), live.snapshots)
+        count = self._counts.pop(rank)
+        count.__exit__(None, None, None)
+        self.held[rank], self.snapshots[rank] = count.moments, count.snapshots
+        self.peak[rank] = count.peak_at, dict(count.peak)
 
     def __str__(self) -> str:
         rows = [ROW.format("bytes", *KINDS, "together", "at most, in")]

@@ -31,9 +31,9 @@ class Saved:
 class Kept(Watch):
     """The largest number of bytes that autograd kept at one time until the first optimizer step.
 
-    `most[rank]`: of "weights", their copies in the run's dtype, and of "others", mostly activations; and "one_copy", one
-    copy of all the rank's weights in bfloat16. Memory that several tensors share counts once, that of the parameters
-    themselves not at all.
+    `most[rank]`: of "weights", their copies in the run's dtype, and of "others", mostly activations; and "one_copy",
+    one copy of all the rank's weights in bfloat16. Memory that several tensors share counts once, that of the
+    parameters themselves not at all.
     """
 
     places = ("threads", "processes")
@@ -73,8 +73,8 @@ def largest(log: list, params: list[torch.Tensor]) -> dict[str, int]:
 
 
 class Allocated(Watch):
-    """`grown[rank]`: by how many bytes the memory of all tensors grew at most in the second optimizer step, from the end
-    of zero_grad() to the end of the optimizer's step, as torch's own allocator reports it, for a whole process."""
+    """`grown[rank]`: by how many bytes the memory of all tensors grew at most in the second optimizer step, from the
+    end of zero_grad() to the end of the optimizer's step, as torch's own allocator reports it for a whole process."""
 
     places = ("processes",)
 

@@ -1,10 +1,10 @@
-"""One rank of a step's train.py, without numbers and without the other ranks.
+"""What one rank of a step holds and sends, without numbers and without the other ranks.
 
-run_rank() runs the step's own main() for one optimizer step. What differs from a real run:
+run_rank() (dry_run.py) runs the step's own main() for one optimizer step. What differs from a real run:
 
     tensors      have shapes, but no numbers (torch's FakeTensorMode): of an operation only the sizes are computed
     ranks        torch's "fake" process group says how many there are. A message is noted, and done at once
-    weights      are made empty; samples are zeros; AdamW's averages are there from the start, as in a later step
+    weights      are made empty; AdamW's averages are there from the start, as in a later step
     devices      with the kernels of a GPU, tensors say that they are on one, and a norm is CUDA's, which keeps less
     experts      get equally many rows each: which ones tokens choose is in the numbers
 
@@ -13,7 +13,7 @@ Count notes each storage once, from the operation that makes it until it is free
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -71,35 +71,15 @@ class NormOfCuda(torch.autograd.Function):
         return grad * x, torch.empty_like(weight)
 
 
-class CountedStore(dist.Store):
-    """Stands for the store of torchrun, to which all other ranks have come before, with the same flags."""
-
-    def __init__(self):
-        super().__init__()
-        self.operations, self.values = 0, {"flags": "{}", "difference": ""}
-
-    def set(self, key: str, value: str) -> None:
-        self.operations += 1
-        self.values[key] = value
-
-    def get(self, key: str) -> bytes:
-        self.operations += 1
-        return self.values[key].encode()
-
-    def add(self, key: str, amount: int) -> int:
-        self.operations += 1
-        return 0  # another rank is the last one
-
-
 class Held:
     """Bytes of storages by kind, of each from when it is noted until it is freed.
 
-    `held` now; `peak`, the most of all together, and in which phase; `most` of each kind by itself; `snapshots` by name,
-    and `moments`, one after each phase: its name, and what is held then.
+    `held` now; `peak`, the most of all together, and in which phase; `most` of each kind by itself; `snapshots` by
+    name, and `moments`, one after each phase: its name, and what is held then. Gradients are those of `params`.
     """
 
     def __init__(self):
-        self.default, self.phase, self.storages = "weights", "weights", {}
+        self.default, self.phase, self.storages, self.params = "weights", "weights", {}, []
         self.held, self.snapshots = Counter(dict.fromkeys(KINDS, 0)), {}
         self.restart()
 
@@ -148,13 +128,20 @@ class Held:
     def begin(self, phase: str, microbatch: int | None = None, chunk: int | None = 0) -> None:
         self.phase = phase if microbatch is None else f"{phase} {microbatch}"
 
-    def end(self, params: Sequence[torch.Tensor]) -> None:
-        """Of the phase. By now the gradients of `params` are known."""
-        for param in params:
+    def end(self) -> None:
+        for param in self.params:
             if param.grad is not None:
                 self.label(param.grad, "gradients")
-        self.moments.append((self.phase, dict(self.held)))
+        self.moment(self.phase)
         self.phase = "between"
+
+    def moment(self, name: str) -> None:
+        self.moments.append((name, dict(self.held)))
+
+    def start(self) -> None:
+        """Training begins, or a further step that counts."""
+        self.restart()
+        self.default, self.phase = "activations", "between"
 
 
 class Count(Held, TorchDispatchMode):
@@ -226,10 +213,10 @@ class Count(Held, TorchDispatchMode):
         super().begin(phase, microbatch, chunk)
         self.log.append(("begin", phase, microbatch, chunk or 0))
 
-    def end(self, params: Sequence[torch.Tensor]) -> None:
+    def end(self) -> None:
         self.log.append(("end",))
         self.kept = max(self.kept, self.held["activations"] + self.held["messages"])
-        super().end(params)
+        super().end()
 
 
 class Communication:
@@ -292,15 +279,8 @@ class Communication:
     def recv(self, *args, **kwargs) -> None:
         self.irecv(*args, **kwargs).wait()
 
-    def patches(self, backend: Callable) -> dict:
+    def patches(self) -> dict:
         names = ("all_reduce", "all_gather", "broadcast", "all_to_all_single", "isend", "irecv", "send", "recv")
         return {**{name: getattr(self, name) for name in names},
                 **{name: self.reduce_scatter_single for name in ("reduce_scatter_single", "reduce_scatter_tensor")},
-                **{name: self.all_gather_single for name in ("all_gather_single", "all_gather_into_tensor")},
-                "P2POp": lambda op, tensor, peer=None, group=None, tag=0, group_peer=None: (
-                    lambda: op(tensor, peer, group, tag, group_peer)),
-                "batch_isend_irecv": lambda operations: [operation() for operation in operations],
-                "barrier": lambda *args, **kwargs: None, "monitored_barrier": lambda *args, **kwargs: None,
-                "get_backend": backend,
-                "all_gather_object": lambda objects, value, group=None: objects.__setitem__(
-                    slice(None), [value] * len(objects))}
+                **{name: self.all_gather_single for name in ("all_gather_single", "all_gather_into_tensor")}}

@@ -140,7 +140,7 @@ def variable(name: str):
 
 
 class SameNumbers(Watch):
-    """Records the first `steps` optimizer steps into `folder`, for same_numbers.compare(), as a Recorder in the train.py
+    """Records the first `steps` optimizer steps into `folder`, for same_numbers.compare(), as a Recorder in train.py
     would: with its variables `model`, `loss` and `grad_norm`."""
 
     places = ("threads", "processes")

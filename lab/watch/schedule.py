@@ -7,14 +7,14 @@
 An action is (kind, micro-batch) or (kind, micro-batch, chunk). A forward F needs the F of the stage before, a backward
 B the B of the stage after (on the last stage: its own F), and W, the gradients of weights, the stage's own B. Where a
 rank has no W, its B takes W's time, too. A rank whose actions have chunks holds as many stages: rank r of p the stages
-r, r + p, ..., or stage_of(r, chunk). Messages take no time.
+r, r + p, ..., or stage_of(r, chunk).
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
-SECONDS = {"F": 1.0, "B": 2.0, "W": 0.0}
 UNITS = {"F": 1, "B": 1, "W": 0}
 COLUMNS = 34  # that a picture has at most
 
@@ -60,10 +60,16 @@ def interleaved_stages(num_ranks: int) -> Callable[[int, int], int]:
     return lambda rank, chunk: chunk * num_ranks + rank
 
 
-def play(actions: list[list], seconds: dict[str, float] = SECONDS, stage_of: Callable | None = None) -> Played:
-    """Each rank does its actions one after the other, as soon as what they need is there."""
+def play(actions: list[list], seconds: dict[str, float] | Callable[[int, str, int], float],
+         stage_of: Callable | None = None, hop: Callable[[int, int], float] = lambda source, target: 0) -> Played:
+    """Each rank does its actions one after the other, as soon as what they need is there.
+
+    An action takes `seconds` of its kind, or seconds(rank, kind, chunk); a message hop(source, target).
+    """
     num_ranks, todo = len(actions), [[(*action, 0)[:3] for action in rank] for rank in actions]
     stage_of, split = stage_of or interleaved_stages(num_ranks), [any(a[0] == "W" for a in rank) for rank in todo]
+    seconds_of = seconds if callable(seconds) else lambda r, kind, chunk: (
+        seconds[kind] + (seconds["W"] if kind == "B" and not split[r] else 0))
     num_chunks = 1 + max((action[2] for rank in todo for action in rank), default=0)
     home = {stage_of(r, chunk): (r, chunk) for r in range(num_ranks) for chunk in range(num_chunks)}
     done, spans, missing, moved = {}, [[] for _ in todo], [None] * num_ranks, True
@@ -80,19 +86,12 @@ def play(actions: list[list], seconds: dict[str, float] = SECONDS, stage_of: Cal
                 if absent := [need for need in needs if (*need, i) not in done]:
                     missing[r] = (absent[0][0], i, *home[absent[0][1]][::-1])
                     break
-                start = max([spans[r][-1].end if spans[r] else 0, *(done[(*need, i)] for need in needs)])
-                end = start + seconds[kind] + (seconds["W"] if kind == "B" and not split[r] else 0)
+                start = max([spans[r][-1].end if spans[r] else 0, *(
+                    done[(*need, i)] + (hop(source, r) if (source := home[need[1]][0]) != r else 0) for need in needs)])
+                end = start + seconds_of(r, kind, chunk)
                 spans[r].append(Span(*rank.pop(0), start, end))
                 done[kind, s, i], moved = end, True
     return Played(spans, todo, missing, num_chunks)
-
-
-def simulate(actions: list[list], seconds: dict[str, float] = SECONDS, stage_of: Callable | None = None) -> list[float]:
-    """Seconds at which each rank ends. AssertionError where no rank can go on, with what each is about to do."""
-    played = play(actions, seconds, stage_of)
-    waits = [[action[: 2 + (played.num_chunks > 1)] for action in left[:1]] for left in played.left]
-    assert not any(waits), f"deadlock, the stages wait for {waits}"
-    return played.ends
 
 
 def name(played: Played, kind: str, microbatch: int, chunk: int) -> str:
@@ -181,3 +180,22 @@ def wrong_order(played: Played, stage_of: Callable, noun: str) -> str | None:
                     f"{noun} {target} takes that for what its {kind}{theirs[k][1]} needs: messages carry no name, so "
                     f"both need the same order.\n{draw(played)}")
     return None
+
+
+def check_schedules(modules) -> list[str]:
+    """For each schedule of a step: that it is legal with up to 8 stages and 16 micro-batches, or the least size at
+    which it is not, with a picture."""
+    if not hasattr(modules, "pipeline_parallel"):
+        return ["no schedule, so legal"]
+    module = modules.virtual_stages if hasattr(modules, "virtual_stages") else modules.pipeline_parallel
+    lines, schedules = [], getattr(module, "SCHEDULES", None) or {"afab": module.afab}
+    for schedule in schedules.values():
+        chunks = 2 if schedule.__name__.startswith("interleaved") else 1
+        for p, m in itertools.product(range(1, 9), range(1, 17)):
+            actions = [list(schedule(stage, p, m, *[chunks] * (chunks > 1))) for stage in range(p)]
+            if wrong := problem(actions, m, chunks):
+                lines.append(f"{schedule.__name__}: {p} stages, {m} micro-batches: {wrong}")
+                break
+        else:
+            lines.append(f"{schedule.__name__}: legal with up to 8 stages and 16 micro-batches")
+    return lines

@@ -1,6 +1,6 @@
 """One rank under spmd_types: a program of any size, with types on its tensors, in one process and without a message.
 
-    with TypedRank({"dp": 4, "tp": 2}) as rank:         # rank 0 of a made-up group of 8
+    with alone(0, 8).joined(), TypedRank({"dp": 4, "tp": 2}) as rank:  # rank 0 of a made-up group of 8
         rank.start({"up": up}, lambda name: {"tp": V})  # the weights' types; where nothing is said it is R
         ...                                             # what does not fit is refused with a TypeRefused
 
@@ -15,11 +15,13 @@ what else our programs need, outside of them:
 """
 
 import math
+from collections.abc import Callable
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from lab.rank_alone import EndOfStep
 from lab.watch.typed_gradients import I, P, R, TypedGradients, TypeRefused, V, set_types, spmd
 
 __all__ = ["I", "P", "R", "TypedRank", "TypeRefused", "V", "set_types", "spmd"]
@@ -68,25 +70,21 @@ class TypedRank(TypedGradients):
         sizes = [*axes.values()]
         self.axes = {name: spmd.MeshAxis.of(size, math.prod(sizes[i + 1 :])) for i, (name, size) in enumerate(
             axes.items()) if size > 1}
-        self.size, self.calls, self.weights = math.prod(sizes), {}, {}
+        self.calls, self.weights = {}, {}
         self.received: dict = {}  # the types, by axis, of what another stage of a pipeline sends; elsewhere V
 
     def __enter__(self) -> "TypedRank":
         global current
         super().__enter__()
         current = self
-        self.enter_context(mock.patch("sys.excepthook"))  # which the next line replaces
-        dist.init_process_group("fake", rank=0, world_size=self.size)
-        self.callback(dist.destroy_process_group)
+        dist.init_process_group("gloo")
         self.enter_context(spmd.set_current_mesh(self.axes))
         self.originals = {name: getattr(dist, name) for name in (
-            "all_reduce", "all_gather", "all_to_all_single", "batch_isend_irecv", "irecv", "recv")}
-        isend = spmd.no_typecheck(dist.isend)
+            "all_reduce", "all_gather", "all_to_all_single", "irecv", "recv")}
         self.enter_context(mock.patch.multiple(
-            dist, get_backend=lambda group=None: "gloo", init_process_group=mock.Mock(), isend=isend,
-            send=spmd.no_typecheck(dist.send), **{name: getattr(self, name) for name in self.originals},
+            dist, isend=spmd.no_typecheck(dist.isend), send=spmd.no_typecheck(dist.send),
+            **{name: getattr(self, name) for name in self.originals},
             **{name: self.reduce_scatter for name in dir(dist) if name.startswith("reduce_scatter")}))
-        self.enter_context(mock.patch.multiple(dist.distributed_c10d, isend=isend, irecv=dist.irecv))  # P2POp asks
         self.enter_context(mock.patch.multiple(
             torch.nn.utils, get_total_norm=self.total_norm,
             clip_grads_with_norm_=spmd.no_typecheck(torch.nn.utils.clip_grads_with_norm_)))
@@ -123,6 +121,16 @@ class TypedRank(TypedGradients):
         for name, axis in self.axes.items():
             text = text.replace(repr(axis), name)
         return text.replace("PerMeshAxisLocalSpmdType.", "").partition("\n\nSet SPMD_TYPES")[0]
+
+    def refusal(self, program: Callable[[], object]) -> str:
+        """What is refused of a program, "" where nothing is before it ends itself in front of its optimizer."""
+        try:
+            program()
+        except TypeRefused as error:
+            return self.named(str(error))
+        except EndOfStep:
+            return ""
+        raise AssertionError("the program has ended before its optimizer")
 
     def axes_of(self, group: dist.ProcessGroup | None) -> list[spmd.MeshAxis]:
         return [axis for axis in self.axes.values() if group is None or axis <= spmd.MeshAxis.of(group)]
@@ -163,18 +171,15 @@ class TypedRank(TypedGradients):
                     self.refuse(f"all_to_all over {axis}: rows of type {kind}, where each rank has its own, V")
             set_types(output, spmd.get_local_type(rows))
 
-    def irecv(self, tensor, *args, **kwargs):
+    def irecv(self, tensor, src=None, group=None, *args, **kwargs):
         with spmd.no_typecheck():
-            handle = self.originals["irecv"](tensor.zero_(), *args, **kwargs)
-        return handle if self.calls is not None else (self.annotate(tensor, self.received, V), handle)[1]
+            handle = self.originals["irecv"](tensor.zero_(), src, group, *args, **kwargs)
+        if not self.note("messages", group):
+            self.annotate(tensor, self.received, V)
+        return handle
 
     def recv(self, *args, **kwargs) -> None:
         self.irecv(*args, **kwargs).wait()
-
-    def batch_isend_irecv(self, operations):
-        self.note("messages", operations[0].group)
-        with spmd.no_typecheck():
-            return self.originals["batch_isend_irecv"](operations)
 
     def replace(self, module, kind: str, group_of) -> None:
         """A function of a program that is named as the collective is, and made of messages. group_of(): its group."""

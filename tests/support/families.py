@@ -130,15 +130,3 @@ def stages_of(make, sizes: list[int]) -> list[PipelineStage]:
 
 def stages_on_meta(name: str, sizes: list[int], tied: bool = False, **changes) -> list[PipelineStage]:
     return stages_of(lambda: toy_on_meta(name, tied, **changes), sizes)
-
-
-def run_chain(stages: list[PipelineStage], batch: dict):
-    """The last stage's output, and what flows from each stage to the next: what one sent, what the other received."""
-    received, wires = None, []
-    for stage in stages[:-1]:
-        sent = stage(received, **batch)
-        received = sent.detach().requires_grad_()  # as if it had travelled
-        wires.append((sent, received))
-        assert sent.shape == stage.hidden_shape(**batch)
-        assert stage.received is None and stage.output is None, "the stage keeps activations alive"
-    return stages[-1](received, **batch), wires

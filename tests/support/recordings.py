@@ -78,7 +78,7 @@ class Case:
                  "eval_every": own.get("local_steps", 2),
                  "dtype": self.dtype, "seq_len": self.seq_len, "max_grad_norm": self.max_grad_norm,
                  "micro_batch_size": size, "max_tokens": self.num_steps * self.samples * self.seq_len,
-                 "model_name": folder / f"model_{self.variant}", "log_dir": folder, "run_name": self}
+                 "model_name": folder / f"model_{self.variant}"}
         if self.pipelines:
             del flags["accumulation"]
         return words({FLAGS.get(name, name): value for name, value in flags.items()})

@@ -5,7 +5,7 @@ shards        Bytes a parameter: all tensors that live in the process, weights, 
               copies in bfloat16, buffers of messages. In the second optimizer step the ranks count after each gradient,
               before the optimizer's step and after it: the most of these, and that before the optimizer's step.
               Activations are kept small: a micro-batch is one sample of 16 tokens.
-activations   Bytes that autograd keeps of a micro-batch of one sample, see tests/support/saved_for_backward.py: of a
+activations   Bytes that autograd keeps of a micro-batch of one sample, see lab/watch/kept.py: of a
               model with 1 and with 3 layers, so half of the difference is a layer. The formula of a layer is
               data_sheets.kept_by_layer(), on the CPU in float32.
 
@@ -15,16 +15,11 @@ All are of the rank that holds most.
 import gc
 import json
 import math
-import os
-import pathlib
 import re
-import runpy
-import sys
 import tempfile
 
-sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools/, and where lab is
-
-from lab.launch import ROOT, STEPS, launch, metrics
+from lab.launch import ROOT, launch, metrics
+from lab.watch import Watch
 from maintain.make_tiny_llama import resized
 from maintain.turns import table
 
@@ -65,12 +60,13 @@ ACTIVATIONS = {  # name -> step, flags, sizes that the formulas need
 LAYERS = (1, 3)  # of activations
 
 
-def run_step(step: int, ranks: int, script, *words) -> list[dict]:
-    """What each rank has counted: train.py of a step under a script, which writes rank<r>.json into a folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        launch(step, ranks, folder, STEPS[str(step)] / "train.py", "--log_dir", folder, "--micro_batch_size", 1, *words,
-               script=script, timeout=580)
-        return [json.loads(path.read_text()) for path in pathlib.Path(folder).glob("rank*.json")]
+def on_ranks(step: int, ranks: int, flags: list, watch: Watch) -> Watch:
+    """What the watch finds in so many processes of a step's train.py, with micro-batches of one sample, in float32."""
+    from lab.program import Program
+    from lab.ranks import processes, run
+
+    flags = ["--micro_batch_size", 1, "--dtype", "float32", *flags]
+    return run(Program(step, flags), processes(ranks), [watch], timeout=200).watches[0]
 
 
 def live_bytes() -> int:
@@ -85,35 +81,39 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def count_on_rank(out: str, script: str) -> None:
-    """train.py, which counts in its second step."""
-    import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+class Counted(Watch):
+    """Bytes of all tensors of a process in its second optimizer step: the `most`, and `before` the optimizer's."""
 
-    counts, steps = [], []
+    places = ("processes",)
 
-    def before_step(_optimizer, _args, _kwargs) -> None:
-        steps.append(live_bytes())
-        params = {thing for thing in gc.get_objects() if type(thing) is torch.nn.Parameter}
-        for param in params if len(steps) == 1 else ():
-            param.register_post_accumulate_grad_hook(lambda _: counts.append(live_bytes()))
+    def __init__(self):
+        self.most, self.before = {}, {}
 
-    register_optimizer_step_pre_hook(before_step)
-    register_optimizer_step_post_hook(lambda *_: counts.append(live_bytes()))
-    sys.path[0] = os.path.dirname(script)
-    runpy.run_path(script)["main"]()
-    found = {"most": max(counts), "before": steps[1]}
-    pathlib.Path(out, f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
+    def begin(self, modules, rank: int) -> None:
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        def count() -> None:
+            self.most[rank] = max(self.most.get(rank, 0), live_bytes())
+
+        def before_step(*_) -> None:
+            is_first, self.before[rank] = rank not in self.before, live_bytes()
+            for param in {each for each in gc.get_objects() if type(each) is torch.nn.Parameter} if is_first else ():
+                param.register_post_accumulate_grad_hook(lambda _: count())
+
+        register_optimizer_step_pre_hook(before_step)
+        register_optimizer_step_post_hook(lambda *_: count())
 
 
 def measure_shards(step: int, flags: str, layers: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         model = resized(folder, hidden_size=WIDTH, intermediate_size=MLP_WIDTH, head_dim=KEYS_WIDTH // 4,
                         num_hidden_layers=layers)
-        ranks = run_step(step, RANKS, __file__, "--dp_size", RANKS, "--model_name", model, "--seq_len", SEQ_LEN,
-                         "--gradient_accumulation_steps", ACCUMULATION,
-                         "--max_tokens", 2 * RANKS * ACCUMULATION * SEQ_LEN, *flags.split())
-    return {what: max(rank[what] for rank in ranks) / num_params(layers) for what in ranks[0]}
+        flags = ["--dp_size", RANKS, "--model_name", model, "--num_hidden_layers", layers, "--seq_len", SEQ_LEN,
+                 "--gradient_accumulation_steps", ACCUMULATION,
+                 "--max_tokens", 2 * RANKS * ACCUMULATION * SEQ_LEN, *flags.split()]
+        found = on_ranks(step, RANKS, flags, Counted())
+    return {what: max(getattr(found, what).values()) / num_params(layers) for what in ("most", "before")}
 
 
 def num_params(layers: int) -> int:
@@ -123,12 +123,13 @@ def num_params(layers: int) -> int:
 
 def measure_activations(step: int, flags: str, seq_len: int) -> dict[str, float]:
     """Bytes kept of a layer, and of a model with the more layers."""
+    from lab.watch.kept import Kept
+
     kept = []
     for layers in LAYERS:
-        found = run_step(step, math.prod(map(int, re.findall(r"_size (\d+)", flags))),
-                         ROOT / "tests" / "support" / "saved_for_backward.py", "--num_hidden_layers", layers,
-                         "--seq_len", seq_len, "--gradient_accumulation_steps", 1, "--max_tokens", seq_len,
-                         "--dtype", "float32", *flags.split())
+        found = on_ranks(step, math.prod(map(int, re.findall(r"_size (\d+)", flags))), [
+            "--num_hidden_layers", layers, "--seq_len", seq_len, "--gradient_accumulation_steps", 1,
+            "--max_tokens", seq_len, *flags.split()], Kept()).most.values()
         # In float32 no weight has a copy. What counts as one has the shape of one by chance.
         kept.append(max(rank["others"] + rank.get("weights", 0) for rank in found))
     return {"layer": (kept[1] - kept[0]) / (LAYERS[1] - LAYERS[0]), "whole": kept[1]}
@@ -180,8 +181,3 @@ def activations(args) -> None:
             expected = formula_of_activations(args.seq_len, **sizes)
             rows.append([name, *(f"{each[what] / 1e6:.2f}" for what in found for each in (expected, found))])
     print(table(["setting", "a layer, formula", "measured", "whole, formula", "measured"], rows))
-
-
-if __name__ == "__main__":
-    sys.argv = sys.argv[1:]
-    count_on_rank(sys.argv.pop(0), sys.argv[0])

@@ -20,10 +20,10 @@ from statistics import mean, median
 sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools/, and where lab is
 
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lab.launch import ROOT, STEPS
 from lab.program import Program
+from lab.rank_alone import alone
 from maintain.turns import table
 
 asked = []  # of the store and of new_group()
@@ -104,12 +104,12 @@ def main():
                 seconds, busy, *counts = map(median, zip(*found))
                 rows.append([size, name, f"{seconds:.2f}", f"{busy:.3f}", *map(int, counts)])
         for name, folder in folders.items():
-            dist.init_process_group("fake", store=FakeStore(), rank=8191, world_size=16384)
-            asked.clear()
-            busy = time.process_time()
-            Program("", folders=(folder,)).load().process_group_manager.ProcessGroupManager(128, 16, 8)
-            rows.append(["16,384", name, "", f"{time.process_time() - busy:.3f}", "", len(asked)])
-            dist.destroy_process_group()
+            with alone(8191, 16384).joined():
+                dist.init_process_group("gloo")
+                asked.clear()
+                busy = time.process_time()
+                Program("", folders=(folder,)).load().process_group_manager.ProcessGroupManager(128, 16, 8)
+                rows.append(["16,384", name, "", f"{time.process_time() - busy:.3f}", "", len(asked)])
     print(table(["ranks", "step 8", "seconds", "of the processor", "asked of the store", "groups"], rows))
 
 

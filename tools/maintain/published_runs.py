@@ -16,7 +16,7 @@ import sys
 
 sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools/, and where lab is
 
-from lab.alone import run_rank
+from lab.watch.dry_run import run_rank
 from lab.watch.memory import Event
 from sizes.clock import Clock, Machine, machine_of, predict
 from sizes.data_sheets import EFFICIENCY, PRESETS, Shape, parse_nodes
@@ -77,9 +77,10 @@ def compare(run: tuple) -> tuple[str, float]:
               f"{min(microbatches, 2 * pp)} --dp_size {dp} --tp_size {tp} --pp_size {pp} --cp_size {cp} --ep_size {ep}")
     world = dp * tp * pp * cp
     ranks = [run_rank(TRAIN, flags.split(), world, stage * tp * cp, node.count, machine.seconds_of, True,
-                      {"published": shape})._replace(microbatches=microbatches)
+                      {"published": shape})
              for stage in sorted({0, min(1, pp - 1), pp - 1})]
     for rank in ranks:
+        rank.microbatches = microbatches
         unsent(rank.count.log, rank.args.experts_per_token)
     kinds = [(rank, Clock(rank, machine)) for rank in ranks]
     found, peak = predict(*kinds[0], machine, kinds), max(rank.count.peak.total() for rank in ranks)

@@ -12,28 +12,26 @@ import sys
 
 sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools/, and where lab is
 
-from find_by_types import FAULTS, case_of, check, not_tried, published, run, sizes, source, threads, trainers
+from find_by_types import FAULTS, FEW_MICROBATCHES, check, not_tried, published, run, threads, trainers
 from lab.launch import ROOT
 from lab.thread_ranks import Violation
-from museum.find_faults import forget_models, same
+from museum.find_faults import find
 
 
 def off_after(name: str, steps: int = 100) -> str:
     """How far a fault takes the loss of this step from that of the same run without it, in percent; "-" of none."""
-    def loss(edits) -> float:
-        case = case_of(FAULTS[name], edits)
-        flags = sizes(case.flags)
-        tokens = 16 * flags.dp_size * flags.gradient_accumulation_steps * steps
-        words = "--num_hidden_layers", str(max(flags.pp_size, 2)), "--max_tokens", str(tokens)
-        return run(source(case).with_flags((*case.flags, *words)), threads(case.size), timeout=600).rows[-1]["loss"]
+    def loss(healthy: bool) -> float:
+        program = FAULTS[name].program(*FEW_MICROBATCHES, healthy=healthy)
+        tokens = 16 * program.sizes.dp_size * program.sizes.gradient_accumulation_steps * steps
+        words = "--num_hidden_layers", max(program.sizes.pp_size, 2), "--max_tokens", tokens
+        program = program.with_flags([*program.flags, *words])
+        return run(program, threads(program.size), timeout=600).rows[-1]["loss"]
 
     try:
-        percent = 100 * (loss(FAULTS[name].edits) / loss(()) - 1)
+        percent = 100 * (loss(False) / loss(True) - 1)
         return f"{percent:+.2g}" if abs(percent) > 1e-3 else "0"
     except (Violation, KeyError):
         return "-"
-    finally:
-        forget_models()
 
 
 def table(rows: list[tuple[str, str, bool, str]]) -> str:
@@ -59,7 +57,7 @@ def main() -> int:
         types = "not tried" if not_tried(name) else "yes" if check(name) else "no"
         if name in FAULTS:
             try:
-                numbers = same(case_of(FAULTS[name], FAULTS[name].edits)).alarm
+                numbers = find(FAULTS[name], check="same").alarm
             except (Violation, KeyError):
                 numbers = False
             off = off_after(name)

@@ -10,23 +10,18 @@ break_it.py NAME --find runs the check that a fault names, and --find --healthy 
 """
 
 import functools
-import gc
-import itertools
 import math
 import tempfile
 import textwrap
 from typing import NamedTuple
 
-import torch
-
 import same_numbers
-from lab.flags import one_process, sizes, without
-from lab.program import Edit, Program, StepModules
+from lab.program import Edit, Program
 from lab.ranks import run as run_program
 from lab.ranks import threads
 from lab.thread_ranks import Violation
 from lab.watch.numbers import SameNumbers
-from lab.watch.schedule import problem
+from lab.watch.schedule import check_schedules
 from museum.faults import Fault
 
 STEPS_RUN, STEPS_RECORDED, FEW_MICROBATCHES = 2, 3, ("--gradient_accumulation_steps", "4")
@@ -40,82 +35,53 @@ class Finding(NamedTuple):
     saw: str
 
 
-class Case(NamedTuple):
-    """A step on `size` ranks with `flags` of train.py: a fault's `edits`, and `besides`, which one process has, too."""
-
-    step: str
-    size: int
-    flags: tuple[str, ...] = ()
-    besides: tuple[Edit, ...] = ()
-    edits: tuple[Edit, ...] = ()
-
-
-def source(case: Case) -> Program:
-    """The modules of the case's step, with its edits. Raises ValueError where the code is no longer what one edits."""
-    return Program(case.step, case.flags, case.besides + case.edits)
-
-
-def train(case: Case, steps: int, watches=(), dtype: str = "float64") -> list[int]:
+def train(program: Program, steps: int, watches=(), dtype: str = "float64") -> list[int]:
     """Trains for a few steps. Returns the bytes that each rank has sent. Raises what a rank raises."""
-    found = sizes(case.flags)
-    tokens = 16 * found.dp_size * found.gradient_accumulation_steps
-    flags = (*without(case.flags, ("--max_tokens",)), "--dtype", dtype, "--max_tokens", str(steps * tokens))
-    gc.collect()
-    gc.freeze()  # what is here already, forget_models() need not look at
-    try:
-        world = run_program(source(case).with_flags(flags), threads(case.size), watches).world
-    finally:
-        forget_models()
-    return [world.num_bytes(rank) for rank in range(case.size)]
+    tokens = 16 * program.sizes.dp_size * program.sizes.gradient_accumulation_steps
+    flags = [*program.flags, "--dtype", dtype, "--max_tokens", steps * tokens]
+    world = run_program(program.with_flags(flags), threads(program.size), watches).world
+    return [world.num_bytes(rank) for rank in range(program.size)]
 
 
 run = functools.cache(train)
 
 
-def forget_models() -> None:
-    """Hooks of parameters refer to the wrapper that has these, through C++, where Python finds no cycle."""
-    for each in gc.get_objects():
-        if type(each) is torch.nn.Parameter and (hooks := getattr(each, "_post_accumulate_grad_hooks", None)):
-            hooks.clear()
-    gc.collect()
-
-
-def record(case: Case, folder: str) -> None:
-    train(case, STEPS_RECORDED, [SameNumbers(folder, STEPS_RECORDED)])
+def record(program: Program, folder: str) -> None:
+    train(program, STEPS_RECORDED, [SameNumbers(folder, STEPS_RECORDED)])
 
 
 @functools.cache
-def trusted(case: Case) -> tempfile.TemporaryDirectory:
+def trusted(step: str, flags: tuple[str, ...], edits: tuple[Edit, ...]) -> tempfile.TemporaryDirectory:
     """What one process records, once for all faults that share its flags."""
     folder = tempfile.TemporaryDirectory()
-    record(case, folder.name)
+    record(Program(step, flags, edits), folder.name)
     return folder
 
 
-def same(case: Case) -> Finding:
+def same(program: Program, right: Program) -> Finding:
     """Compares with the same steps without the fault, in one process."""
-    one = trusted(Case(case.step, 1, one_process(case.flags), case.besides))
+    one = trusted(right.step, (*right.one_process().flags,), (*right.edits,))
     with tempfile.TemporaryDirectory() as many:
-        record(case, many)
+        record(program, many)
         found = same_numbers.compare(one.name, many).found
     lines = [each.line for each in found] or [f"{STEPS_RECORDED} steps are those of one process"]
     return Finding(bool(found), "\n".join(lines))
 
 
-def num_bytes(case: Case) -> Finding:
+def num_bytes(program: Program, _) -> Finding:
     """Compares the bytes of a step, without those of the start and of numbers for the log, with splits.sent()."""
     from sizes.data_sheets import Shape  # it knows more about models than the other checks need
     from sizes.splits import Job, Split, sent
 
-    found = sizes(case.flags)
+    found, ranks = program.sizes, program.size
     m, engine = found.gradient_accumulation_steps, found.pp_engine if found.pp_size > 1 else "-"
     split = Split(found.dp_size, found.tp_size, found.pp_size, engine, found.zero, found.cp_size, found.ep_size,
                   found.sequence_parallel)
-    tied = any("tie_word_embeddings" in edit.new for edit in case.besides)
+    tied = any("tie_word_embeddings" in edit.new for edit in program.edits)
     shape = Shape(hidden=128, width=352, layers=4, heads=8, kv_heads=4, vocab=1024, tied=tied, head_dim=16)  # of SMALL
-    job = Job(shape, 16, m * found.dp_size, 1, "float32", case.size, case.size, *[0] * 4,
-              recompute="--recompute" in case.flags, experts=found.num_experts)
-    long, short = (run(case, steps, dtype="float32") for steps in (2, 1))
+    job = Job(shape, 16, m * found.dp_size, 1, "float32", ranks, ranks, *[0] * 4,
+              recompute="--recompute" in program.flags, experts=found.num_experts)
+    long, short = (run(program, steps, dtype="float32") for steps in (2, 1))
     saw = []
     for rank, (all_bytes, before) in enumerate(zip(long, short)):
         pp_rank = rank // found.tp_size // found.cp_size % found.pp_size
@@ -129,39 +95,18 @@ def num_bytes(case: Case) -> Finding:
     return Finding(False, saw[0])
 
 
-def replay(case: Case) -> Finding:
+def replay(program: Program, _) -> Finding:
     try:
-        done = run(case, STEPS_RUN)
+        done = run(program, STEPS_RUN)
     except Violation as violation:
         return Finding(True, str(violation))
     return Finding(False, f"{sum(done):,} bytes in {STEPS_RUN} steps, all received, none changed on the way")
 
 
-def simulation(case: Case) -> Finding:
-    lines = check_schedules(source(case).load())
+def simulation(program: Program, _) -> Finding:
+    lines = check_schedules(program.load())
     wrong = [line for line in lines if "legal" not in line]
     return Finding(bool(wrong), "; ".join(wrong or lines))
-
-
-def check_schedules(modules: StepModules) -> list[str]:
-    """For each schedule of a step: that it is legal, or the least size at which it is not, with a picture.
-
-    They run in the simulation of lab/watch/schedule.py, with up to 8 stages and 16 micro-batches.
-    """
-    if not hasattr(modules, "pipeline_parallel"):
-        return ["no schedule, so legal"]
-    module = modules.virtual_stages if hasattr(modules, "virtual_stages") else modules.pipeline_parallel
-    lines, schedules = [], getattr(module, "SCHEDULES", None) or {"afab": module.afab}
-    for schedule in schedules.values():
-        chunks = 2 if schedule.__name__.startswith("interleaved") else 1
-        for p, m in itertools.product(range(1, 9), range(1, 17)):
-            actions = [list(schedule(stage, p, m, *[chunks] * (chunks > 1))) for stage in range(p)]
-            if wrong := problem(actions, m, chunks):
-                lines.append(f"{schedule.__name__}: {p} stages, {m} micro-batches: {wrong}")
-                break
-        else:
-            lines.append(f"{schedule.__name__}: legal with up to 8 stages and 16 micro-batches")
-    return lines
 
 
 TOPOLOGIES = (  # healthy ones: a step, its ranks and flags
@@ -186,16 +131,14 @@ TOPOLOGIES = (  # healthy ones: a step, its ranks and flags
     ("16", 4, "--dp_size 2 --ep_size 2 --tp_size 2 --num_experts 4"),
     ("16", 4, "--dp_size 2 --ep_size 2 --pp_size 2 --pp_engine 1f1b --num_experts 4"),
 )
-CHECKS = {"same": same, "bytes": num_bytes, "replay": replay, "simulation": simulation}
+CHECKS = {  # a name -> what it says of a program, and of the right one beside it
+    "same": same, "bytes": num_bytes, "replay": replay, "simulation": simulation}
 
 
-def case_of(fault: Fault, edits: tuple[Edit, ...]) -> Case:
-    return Case(fault.step, fault.num_processes, (*fault.flags, *FEW_MICROBATCHES), fault.besides, edits)
-
-
-def find(fault: Fault, healthy: bool = False) -> Finding:
-    """What the fault's own check says of the step with the fault, or without it."""
-    return CHECKS[fault.check](case_of(fault, () if healthy else fault.edits))
+def find(fault: Fault, healthy: bool = False, check: str = "") -> Finding:
+    """What the fault's own check, or another one, says of the step with the fault, or without it."""
+    right, wrong = (fault.program(*FEW_MICROBATCHES, healthy=each) for each in (True, False))
+    return CHECKS[check or fault.check](right if healthy else wrong, right)
 
 
 def find_one(name: str, fault: Fault, only_healthy: bool) -> int:
@@ -225,7 +168,7 @@ def find_healthy() -> int:
     """Runs all checks on all TOPOLOGIES, prints a line for each of these, and returns 1 for an alarm."""
     alarms = 0
     for step, ranks, flags in TOPOLOGIES:
-        saw = healthy_alarms(step, ranks, flags)
+        saw = healthy_alarms(step, flags)
         alarms += len(saw)
         topology = f"step {step:>2}, {ranks} rank{'s' * (ranks > 1)}, {flags or 'no flags'}"
         print(f"{topology}: {'; '.join(saw) or 'no alarm'}", flush=True)
@@ -233,8 +176,8 @@ def find_healthy() -> int:
     return int(alarms > 0)
 
 
-def healthy_alarms(step: str, ranks: int, flags: str) -> list[str]:
+def healthy_alarms(step: str, flags: str) -> list[str]:
     """What the checks say against a step as it is: it should be nothing."""
-    case = Case(step, ranks, (*flags.split(), *FEW_MICROBATCHES))
-    found = {name: check(case) for name, check in CHECKS.items()}
+    program = Program(step, [*flags.split(), *FEW_MICROBATCHES])
+    found = {name: check(program, program) for name, check in CHECKS.items()}
     return [f"{name}: {finding.saw}" for name, finding in found.items() if finding.alarm]

@@ -1,6 +1,6 @@
 // How to split a model over ranks: what tools/choose.py and splits.py compute, with their names, and the page that asks
 // and shows it.
-// tests/test_tool_choose.py holds the numbers equal.
+// A test holds the numbers equal.
 "use strict";
 
 const ENGINES = ["1f1b", "zb", "interleaved", "interleaved_zb"],

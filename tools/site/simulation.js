@@ -1,5 +1,4 @@
-// play() of lab/watch/schedule.py, to which it is held equal by tests/test_tool_site_scripts.py, with messages that
-// take time and machines of unlike speed.
+// play() of lab/watch/schedule.py, to which a test holds it equal, on machines of unlike speed.
 "use strict";
 
 /**

@@ -16,13 +16,14 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from lab.alone import Rank
+from lab.watch.dry_run import DryRun as Rank
 from lab.watch.memory import Event
+from lab.watch.schedule import play
 from sizes.data_sheets import LINK_SHARE, MODEL, NODE_LATENCY, Node, Shape
 
 ACTIONS = {"forward": "F", "backward": "B", "weight gradients": "W"}
@@ -118,7 +119,7 @@ class Clock:
         self.now = max(end, self.now)
 
     def communicate(self, event: Event, machine: Machine) -> None:
-        if event.axis == "pp" and event.peer is not None:  # simulate() says when messages of a pipeline arrive
+        if event.axis == "pp" and event.peer is not None:  # play() says when messages of a pipeline arrive
             return
         track = f"{event.axis} {'receive' if event.kind == 'receive' else 'send'}"
         start = max(self.now, self.free[track])
@@ -136,39 +137,6 @@ class Clock:
         return max((end for _, end in self.actions.values()), default=0.0)
 
 
-def simulate(orders: list[list[tuple]], seconds: Callable[[int, str, int], float],
-             hop: Callable[[int, int], float]) -> list[dict]:
-    """When each stage begins and ends its actions (kind, micro-batch, chunk), in the order that it is given.
-
-    `seconds`(stage, kind, chunk) are those of an action, `hop`(stage, next stage) those of a message. Raises
-    ValueError for a schedule that never ends.
-    """
-    size, done, at = len(orders), [{} for _ in orders], [0] * len(orders)
-    last = max(chunk for order in orders for *_, chunk in order)
-    free, moved = [0.0] * size, True
-    while moved:
-        moved = False
-        for stage, order in enumerate(orders):
-            while at[stage] < len(order):
-                kind, i, chunk = order[at[stage]]
-                place = chunk * size + stage + {"F": -1, "B": 1, "W": 0}[kind]
-                needed = (kind if kind != "W" else "B", i, place // size)
-                if kind == "B" and place >= (last + 1) * size:
-                    place, needed = stage, ("F", i, chunk)
-                ready = 0.0
-                if place >= 0:
-                    if needed not in done[place % size]:
-                        break
-                    ready = done[place % size][needed][1] + (hop(place % size, stage) if place % size != stage else 0)
-                start = max(free[stage], ready)
-                free[stage], moved = start + seconds(stage, kind, chunk), True
-                done[stage][kind, i, chunk] = start, free[stage]
-                at[stage] += 1
-    if unfinished := [stage for stage, order in enumerate(orders) if at[stage] < len(order)]:
-        raise ValueError(f"the schedule never ends: stages {unfinished} wait for each other")
-    return done
-
-
 class Prediction(NamedTuple):
     """Seconds of a step, and what they go to on a rank. `flops`: a rank's share of the model's, by which MFU counts
     them, mfu = flops / (seconds x peak). `stages`: the actions of each stage of the pipeline."""
@@ -182,9 +150,10 @@ class Prediction(NamedTuple):
     stages: list[dict]
 
 
-def play(some: dict[int, tuple[Rank, Clock]], machine: Machine) -> tuple[list[dict], float]:
-    """The actions of each stage of a pipeline, and when the last stage ends its step. `some`: stage -> its rank. The
-    other stages are like the second one."""
+def play_pipeline(some: dict[int, tuple[Rank, Clock]], machine: Machine) -> tuple[list[dict], float]:
+    """The actions of each stage of a pipeline, (kind, micro-batch, chunk) -> (start, end), and when the last stage ends
+    its step. `some`: stage -> its rank. The other stages are like the second one. Raises ValueError for a schedule that
+    never ends."""
     first = next(iter(some.values()))[0]
     ranks, size = first.pipeline(), first.grid.pp_world_size
     if not first.schedule or size == 1:
@@ -193,9 +162,12 @@ def play(some: dict[int, tuple[Rank, Clock]], machine: Machine) -> tuple[list[di
                 if isinstance(each, Event) and each.axis == "pp" and each.peer is not None]
     largest = max(messages, key=lambda each: each.num_bytes)
     clocks = [(some.get(stage) or some[1])[1] for stage in range(size)]
-    orders = [[(*action, 0)[:3] for action in first.schedule(stage, size, first.microbatches)] for stage in range(size)]
-    stages = simulate(orders, lambda stage, *key: clocks[stage].seconds.get(key, 0.0), lambda a, b: (
-        machine.seconds_to_send(largest._replace(rank=ranks[a], peer=ranks[b]))))
+    played = play([first.schedule(stage, size, first.microbatches) for stage in range(size)],
+                  lambda stage, *key: clocks[stage].seconds.get(key, 0.0), hop=lambda a, b: machine.seconds_to_send(
+                      largest._replace(rank=ranks[a], peer=ranks[b])))
+    if unfinished := [stage for stage, left in enumerate(played.left) if left]:
+        raise ValueError(f"the schedule never ends: stages {unfinished} wait for each other")
+    stages = [{span[:3]: (span.start, span.end) for span in spans} for spans in played.spans]
     return stages, max(max(end for _, end in actions.values()) + clock.late + clock.now - clock.end_of_actions
                        for actions, clock in zip(stages, clocks))
 
@@ -205,7 +177,7 @@ def predict(rank: Rank, clock: Clock, machine: Machine, kinds: list[tuple[Rank, 
     own, pipelines = rank.grid.dp_rank, {}
     for each in kinds:
         pipelines.setdefault(each[0].grid.dp_rank, {})[each[0].grid.pp_rank] = each
-    played = {pipeline: play(some, machine) for pipeline, some in pipelines.items()}
+    played = {pipeline: play_pipeline(some, machine) for pipeline, some in pipelines.items()}
     seconds = max(clock.now, *(end for _, end in played.values()))
     peak = machine.flops.get(rank.dtype, machine.flops[torch.float32]) / machine.efficiency
     flops = rank.tokens * flops_per_token(rank.config, rank.args.seq_len) / rank.grid.world_size

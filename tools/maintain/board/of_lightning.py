@@ -1,7 +1,9 @@
 """Lightning's Fabric and Trainer, over DDP and FSDP2 (its ModelParallelStrategy)."""
 
+from unittest import mock
+
 from of_torch import cross_entropy, loss_of, model_of
-from rows import STEPS, Row, Watch, loop, micro_batches, rank, world
+from rows import STEPS, Row, Watch, factor, loop, micro_batches, rank, world
 
 NEEDS, SHOWN = ("torch==2.13.0", "lightning==2.6.6", "numpy==2.4.6"), ("lightning",)
 
@@ -63,9 +65,20 @@ def fabric(row, folder):
          clip=clip if row.options.get("clip") else None)
 
 
+def loader(row):
+    import torch
+
+    class Data(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return (ids for step in range(STEPS) for ids in micro_batches(row, step, rank() // (row.ranks // row.data)))
+
+    return torch.utils.data.DataLoader(Data(), batch_size=None)
+
+
 def trainer(row, folder):
     import lightning
     import torch
+    from same_numbers import callbacks
 
     options, seen = row.options, {}
 
@@ -85,13 +98,14 @@ def trainer(row, folder):
         def training_step(self, ids, i):
             loss = cross_entropy(self(ids)[:, :-1], ids[:, 1:])
             seen["loss"] = seen.get("loss", 0) + float(loss.detach()) / self.trainer.accumulate_grad_batches
-            return loss
+            return loss * factor()
 
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-3, foreach=False)
 
         def on_train_start(self):
-            self.watch = Watch(self.trainer.model, self.optimizers(), folder)
+            recorder = mock.Mock() if options.get("callback") else None  # which records by itself
+            self.watch = Watch(self.trainer.model, self.optimizers(), folder, recorder=recorder)
 
         def on_before_optimizer_step(self, optimizer):
             if "clip" not in options:
@@ -105,10 +119,6 @@ def trainer(row, folder):
         def on_train_end(self):
             self.watch.close()
 
-    class Data(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return (ids for step in range(STEPS) for ids in micro_batches(row, step, rank() // (row.ranks // row.data)))
-
     lightning.Trainer(
         max_steps=STEPS,
         accelerator="cpu",
@@ -120,8 +130,9 @@ def trainer(row, folder):
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
+        callbacks=[callbacks.lightning(folder)] if options.get("callback") else [],
         **({"gradient_clip_val": options["clip"]} if options.get("over") == "ddp" and "clip" in options else {}),
-    ).fit(Module(), torch.utils.data.DataLoader(Data(), batch_size=None))
+    ).fit(Module(), loader(row))
 
 
 def rows(kind, run):
@@ -137,4 +148,6 @@ def rows(kind, run):
             )
 
 
-ROWS = [*rows("Fabric", fabric), *rows("Trainer", trainer)]
+ROWS = [*rows("Fabric", fabric), *rows("Trainer", trainer),
+        Row("lightning", "Trainer", "DDP 2, recorded by the callback", trainer, data=2,
+            options=dict(over="ddp", clip=1.0, callback=True))]

@@ -1,6 +1,6 @@
 """megatron-core's GPT over tensor, expert and pipeline parallelism, with its own data parallelism and finalizer."""
 
-from rows import STEPS, VOCABULARY, Row, Watch, micro_batches, rank, world
+from rows import STEPS, VOCABULARY, Row, Watch, factor, micro_batches, rank, world
 
 NEEDS, SHOWN = ("torch==2.13.0", "megatron-core==0.16.1", "numpy==2.4.6"), ("megatron-core",)
 PATCH = "what asks for a GPU: torch.cuda.current_device, zeros on it, its random state"
@@ -82,7 +82,7 @@ def forward_step(batches, model):
     ids = next(batches)
     mask, positions = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1), torch.arange(12).expand(len(ids), 12)
     out = model(ids, positions, mask, labels=ids.roll(-1, 1))
-    return out, lambda losses: ((loss := losses[:, :-1].mean()), {"loss": float(loss.detach())})
+    return out, lambda losses: ((loss := losses[:, :-1].mean()) * factor(), {"loss": float(loss.detach())})
 
 
 def gpt(row, folder):

@@ -43,6 +43,11 @@ def world() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def factor() -> float:
+    """By which the gradients of ranks are too large: 1, unless a test asks for another with FACTOR."""
+    return float(os.environ.get("FACTOR", 1)) if world() > 1 else 1.0
+
+
 def join():
     """Ranks meet over gloo; one process is a group of one where a library asks for it."""
     import torch.distributed as dist
@@ -79,11 +84,11 @@ class Watch:
     """Records steps for same_numbers and, without it, whole gradients and weights for a comparison in plain torch."""
 
     def __init__(self, model, optimizer, folder: pathlib.Path, full: Callable | None = None,
-                 whole_name: Callable[[str], str] = str, **options):
+                 whole_name: Callable[[str], str] = str, recorder=None, **options):
         import same_numbers
 
         self.model, self.folder, self.full, self.count = model, folder, full or whole, 0
-        self.recorder = same_numbers.Recorder(model, optimizer, folder, **options)
+        self.recorder = recorder or same_numbers.Recorder(model, optimizer, folder, **options)
         self.whole_name = whole_name
 
     def step(self, **numbers):
@@ -128,7 +133,7 @@ def loop(row: Row, model, folder: pathlib.Path, loss_of: Callable, *, data_rank:
             if before:
                 before(i, i == len(parts) - 1)
             loss = loss_of(model, ids)
-            (backward or torch.Tensor.backward)(loss / len(parts))
+            (backward or torch.Tensor.backward)(loss * factor() / len(parts))
             total += float(loss.detach()) / len(parts)
         norm = clip(model) if clip else None
         watch.step(loss=total, norm=norm)

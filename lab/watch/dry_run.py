@@ -1,4 +1,8 @@
-"""Runs train.py of a step as one rank of a dry run: what stands in the place of what, see watch/memory.py."""
+"""One rank of a step's train.py, alone and without numbers: what it holds, sends and computes. See memory.py.
+
+    rank = run_rank(script, flags, 16384, 8191, 8, seconds_of, True, {})
+    rank.count.peak, rank.schedule(0, 4, 8), rank.kinds()
+"""
 
 import contextlib
 import functools
@@ -9,40 +13,46 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-try:
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-except ImportError as error:  # torch does not promise to keep them
-    sys.exit(f"error: torch {torch.__version__} has not what a dry run needs ({error}): use that of constraints.txt")
-
 from lab.program import Program, StepModules
-from lab.ranks import RandomSamples
-from lab.watch.memory import Communication, Count, CountedStore, NormOfCuda
+from lab.rank_alone import EndOfStep, FakeTensor, alone
+from lab.ranks import run
+from lab.watch.held import Phases
+from lab.watch.memory import Communication, Count, NormOfCuda
 
-PHASES = ("forward", "backward", "weight gradients", "gradient norm", "optimizer")
 
+class DryRun(Phases):
+    """Counts one optimizer step of a rank that is alone, and takes its numbers away. `agree`(a number of this rank) is
+    the largest of all ranks.
 
-class Rank(NamedTuple):
-    """What one rank of a step has done. `schedule`(stage, stages, micro-batches) are the actions of any stage,
-    `microbatches` those of its pipeline, `tokens` those of all ranks."""
+    `schedule`(stage, stages, micro-batches) are the actions of any stage, `microbatches` those of the rank's pipeline,
+    `tokens` those of all ranks, `parameters` the rank's own.
+    """
 
-    count: Count
-    args: object
-    config: object
-    grid: object
-    store_operations: int
-    schedule: Callable | None
-    microbatches: int
-    parameters: int
-    tokens: int
-    dtype: torch.dtype
+    places = ("alone",)
+    apart = {"types": "without numbers, nothing is typed", "memory": "it counts memory already",
+             "waits": "without numbers, nobody waits for them"}
+
+    def __init__(self, seconds_of: Callable = lambda *_: 0.0, is_gpu: bool = False, agree: Callable | None = None):
+        super().__init__()
+        self.count, self.agree, self.optimizers = Count(seconds_of, is_gpu), agree, []
+        self.schedule, self.steps_left = None, 1
+
+    @contextlib.contextmanager
+    def around(self, ranks) -> Iterator[None]:
+        self.store, self._counts[ranks.rank] = ranks.store, self.count
+        with (mock.patch.multiple(dist, **Communication(self.count, self.axis_of, self.agree).patches()),
+              without_devices(self.count), super().around(ranks), self.count):
+            yield
+
+    @property
+    def grid(self):
+        return self.modules.process_group_manager.process_group_manager
 
     def pipeline(self) -> list[int]:
         """The ranks of the stages of this rank's pipeline."""
@@ -59,34 +69,8 @@ class Rank(NamedTuple):
         stages = self.pipeline()
         return sorted({*stages[:2], stages[-1]})
 
-
-class EndOfStep(Exception):
-    """The optimizer step is over."""
-
-
-class NoLogger:  # in place of RunLogger
-    def __init__(self, args, grid, num_steps: int, tokens_per_step: int):
-        self.num_steps = num_steps
-
-    def log(self, *args, **more) -> None:
-        """Records nothing."""
-
-
-class Zeros(RandomSamples):
-    def __getitem__(self, i: int) -> torch.Tensor:  # (T + 1,)
-        return torch.zeros(self.seq_len + 1, dtype=torch.int64)
-
-
-class Stand:
-    """What the modules of a step find in the places of what they import."""
-
-    def __init__(self, modules: StepModules, count: Count):
-        self.modules, self.count, self.params, self.optimizers = modules, count, [], []
-        self.args = self.config = self.schedule = self.dtype = None
-        self.steps_left, self.num_parameters, self.tokens, self.microbatches = 1, 0, 0, [1]
-
     def axis_of(self, group) -> str:
-        for name, value in vars(self.modules.process_group_manager.process_group_manager).items():
+        for name, value in vars(self.grid).items():
             if name.endswith("_group") and value is group:
                 return name.split("_")[1 if name.startswith("cp_dp") else 0]
             if group is not None and isinstance(value, tuple) and any(each is group for each in value):
@@ -95,24 +79,21 @@ class Stand:
                 return "dp"
         return "all"
 
-    def install(self) -> None:
-        """Before train.py is imported, so that it finds these where it imports from."""
-        modules = self.modules
+    def begin(self, modules: StepModules, rank: int) -> None:
+        super().begin(modules, rank)
+        self.modules = modules
         modules.utils.choose_device, modules.utils.make_scheduler = self.choose_device, self.make_scheduler
-        modules.model.init_weights, modules.dataloader.load_samples = self.init_weights, self.load_samples
-        modules.metrics.RunLogger = NoLogger
+        modules.model.init_weights = self.init_weights
+        modules.metrics.RunLogger.log = lambda logger, *args, **more: self.end_step()
         self.wrap(modules.utils, "load_config", lambda config: setattr(self, "config", config))
-        with contextlib.suppress(AttributeError):
-            as_gradients = mock.patch.object(self.count, "default", "gradients")
-            modules.data_parallel.Bucket.__init__ = as_gradients(modules.data_parallel.Bucket.__init__)
-        with contextlib.suppress(AttributeError):
-            timeline = modules.timeline.timeline
-            timeline.span, timeline.background = self.span, lambda handle, *args: handle
         with contextlib.suppress(AttributeError):
             run = modules.pipeline_parallel.run_schedule
             modules.pipeline_parallel.run_schedule = lambda schedule, *args: run(
                 self.note_schedule(schedule), *args)
         self.wrap(modules.train, "parse_args", self.limit)
+
+    def end(self, modules: StepModules, rank: int) -> None:
+        self.microbatches, self.store_operations = self.microbatches[self.grid.dp_rank], self.store.operations
 
     def wrap(self, module: types.ModuleType, name: str, after: Callable) -> None:
         """after(result) is called after the function."""
@@ -145,9 +126,6 @@ class Stand:
         self.dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if is_gpu else "float32")
         return torch.device("cpu"), self.dtype, "nccl" if is_gpu else "gloo"
 
-    def load_samples(self, dataset_name, model_name, seq_len, vocab_size, num_samples, *args, **more) -> list:
-        return [Zeros(seq_len, vocab_size, num_samples)]
-
     def init_weights(self, model: torch.nn.Module, *args) -> None:
         self.count.is_fake = True
         dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
@@ -157,8 +135,8 @@ class Stand:
             own.register_post_accumulate_grad_hook(lambda param: self.count.label(param.grad, "gradients"))
             setattr(model.get_submodule(module), key, own)
         model.tie_weights()
-        self.params = list(model.parameters())
-        self.num_parameters = sum(param.numel() for param in self.params)
+        self.count.params = list(model.parameters())
+        self.parameters = sum(param.numel() for param in self.count.params)
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer, *args):
         """Its averages are made now. Counting begins."""
@@ -172,33 +150,17 @@ class Stand:
             optimizer.step()
             for param in params:
                 param.grad = None
-            self.params += params
+            self.count.params += params
         self.optimizers.append(optimizer)
-        self.start()
-        is_first = len(self.optimizers) == 1
-        return types.SimpleNamespace(get_last_lr=lambda: [0.0], step=self.end_step if is_first else lambda: None)
-
-    def start(self) -> None:
-        self.count.restart()
-        self.count.default, self.count.phase = "activations", "between"
+        self.count.start()
+        return types.SimpleNamespace(get_last_lr=lambda: [0.0], step=lambda: None)
 
     def end_step(self) -> None:
         self.count.snapshot("after the step")
         self.steps_left -= 1
         if self.steps_left == 0:
             raise EndOfStep
-        self.start()
-
-    @contextlib.contextmanager
-    def span(self, kind: str, microbatch: int | None = None, chunk: int = 0):
-        if kind not in PHASES:
-            yield
-            return
-        if kind == "gradient norm":
-            self.count.snapshot("after backward")
-        self.count.begin(kind, microbatch, chunk)
-        yield
-        self.count.end(self.params)
+        self.count.start()
 
     def note_schedule(self, schedule: Callable) -> Callable:
         def actions(*sizes: int) -> list:
@@ -221,61 +183,20 @@ def prepare_model(flags: list[str], folder: str, presets: dict) -> list[str]:
 
 
 @contextlib.contextmanager
-def joined(stand: Stand, store: CountedStore, rank: int, world: int, agree: Callable | None) -> Iterator[None]:
-    """Inside of the block torch.distributed knows one rank of many: groups are real, what they send is noted."""
-    join, new_group, backend = dist.init_process_group, dist.new_group, ["gloo"]
-
-    def init(name: str, **options) -> None:
-        backend[0] = name
-        join("fake", store=FakeStore(), rank=rank, world_size=world)
-
-    with mock.patch.multiple(
-            dist, rendezvous=lambda *args, **options: iter([(store, rank, world)]), init_process_group=init,
-            new_group=lambda *args, **options: new_group(*args, **{**options, "backend": "fake"}),
-            **Communication(stand.count, stand.axis_of, agree).patches(lambda group=None: backend[0])):
-        yield
-
-
-@contextlib.contextmanager
 def without_devices(count: Count) -> Iterator[None]:
     """Inside of the block there is no device but the CPU, whatever tensors say of themselves."""
-    norm, move, move_module, make, resize = (
-        F.rms_norm, torch.Tensor.to, torch.nn.Module.to, torch.tensor, torch.UntypedStorage.resize_)
-
-    def resize_storage(storage: torch.UntypedStorage, size: int):
-        result = resize(storage, size)
-        count.resized(storage)
-        return result
+    norm, move, move_module, make = F.rms_norm, torch.Tensor.to, torch.nn.Module.to, torch.tensor
 
     def rms_norm(x, shape, weight=None, eps=None):
         return NormOfCuda.apply(x, weight) if count.is_gpu else norm(x, shape, weight, eps)
 
-    with (mock.patch.object(torch.UntypedStorage, "resize_", resize_storage),
-          mock.patch.object(F, "rms_norm", rms_norm), mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
+    with (mock.patch.object(F, "rms_norm", rms_norm), mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
           mock.patch.object(torch, "tensor", lambda data, device=None, **options: make(data, **options)),
           mock.patch.object(torch.Tensor, "to", lambda tensor, *args, **options: move(
               tensor, *("cpu" if each == "cuda" else each for each in args), **options)),
           mock.patch.object(torch.nn.Module, "to", lambda module, *args, **options: (
               module if count.is_fake else move_module(module, *args, **options))),
           mock.patch.object(FakeTensor, "is_cuda", property(lambda tensor: count.is_gpu), create=True)):
-        yield
-
-
-@contextlib.contextmanager
-def without_timeline(stand: Stand) -> Iterator[None]:
-    """Inside of the block a backward is a phase also where a step has no timeline (4 and 5). zero_grad() begins all."""
-    backward, zero_grad = torch.autograd.backward, torch.nn.Module.zero_grad
-
-    def begin(module: torch.nn.Module, *args, **options) -> None:
-        zero_grad(module, *args, **options)
-        stand.count.snapshot("before the step")
-
-    def run_backward(*args, **kwargs):
-        with stand.span("backward") if stand.count.phase == "between" else contextlib.nullcontext():
-            return backward(*args, **kwargs)
-
-    with (mock.patch.object(torch.autograd, "backward", run_backward),
-          mock.patch.object(torch.nn.Module, "zero_grad", begin)):
         yield
 
 
@@ -289,7 +210,7 @@ def largest_bucket(script: pathlib.Path, flags: tuple[str, ...], world: int, is_
         found.append(own)
         raise EndOfStep
 
-    def begin(rank: int) -> Rank:
+    def begin(rank: int) -> DryRun:
         return run_rank(script, [*flags], world, rank, 8, lambda *_: 0.0, is_gpu, dict(presets), note)
 
     for rank in begin(0).kinds():
@@ -297,28 +218,14 @@ def largest_bucket(script: pathlib.Path, flags: tuple[str, ...], world: int, is_
     return max(found)
 
 
-def run_rank(script: pathlib.Path, flags: list[str], world: int, rank: int, per_machine: int,
-             seconds_of: Callable, is_gpu: bool, presets: dict, agree: Callable[[int], int] | None = None) -> Rank:
-    """One optimizer step of one rank. Raises what the step raises, its UserError among it. `agree`(a number of this
-    rank) is the largest of all ranks."""
+def run_rank(script: pathlib.Path, flags: list[str], world: int, rank: int, per_machine: int, seconds_of: Callable,
+             is_gpu: bool, presets: dict, agree: Callable[[int], int] | None = None) -> DryRun:
+    """One optimizer step of one rank. Raises what the step raises, its UserError among it."""
     if agree is None and (script.parent / "heterogeneous_parallel_plugin.py").is_file():
         largest = largest_bucket(script, (*flags,), world, is_gpu, (*presets.items(),))
         agree = lambda own: largest  # noqa: E731
-    modules, count, store = Program("", folders=(script.parent,)).load(), Count(seconds_of, is_gpu), CountedStore()
-    stand = Stand(modules, count)
-    environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank % per_machine),
-                   "LOCAL_WORLD_SIZE": str(min(per_machine, world))}
-    with (tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, environment),
-          mock.patch.object(sys, "argv", [str(script), *prepare_model(flags, folder, presets)]),
-          joined(stand, store, rank, world, agree), without_devices(count), without_timeline(stand), count):
-        try:
-            stand.install()
-            modules.train.main()
-        except EndOfStep:
-            pass
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-    grid = modules.process_group_manager.process_group_manager
-    return Rank(count, stand.args, stand.config, grid, store.operations, stand.schedule,
-                stand.microbatches[grid.dp_rank], stand.num_parameters, stand.tokens, stand.dtype)
+    dry = DryRun(seconds_of, is_gpu, agree)
+    with tempfile.TemporaryDirectory() as folder:
+        program = Program("", prepare_model(flags, folder, presets), folders=(script.parent,))
+        run(program, alone(rank, world, per_machine, first=()), [dry])
+    return dry

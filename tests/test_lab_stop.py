@@ -1,0 +1,95 @@
+"""A debugger on one of the ranks of this process. Its commands come from a text."""
+
+import io
+import sys
+import time
+
+import pytest
+from lab import Edit, Messages, Program, Stop, run, threads
+from lab.__main__ import main
+from lab.baton import Violation
+from lab.thread_ranks import World
+
+FLAGS = ["--pp_size", "4", "--gradient_accumulation_steps", "4", "--max_tokens", "64"]
+SMALL = ["8", "--pp_size", "2", "--num_hidden_layers", "2", "--gradient_accumulation_steps", "1", "--max_tokens", "16"]
+RECEIVE = "        i, received = action.microbatch, communication.receive(action)"
+
+
+@pytest.fixture
+def session(capsys):
+    """session(commands, where, rank, edits): the run's result and log, and what it prints."""
+    def session(commands: str, *where: str, rank=None, edits=()):
+        messages, stop = Messages(), Stop(*where, rank=rank, stdin=io.StringIO(commands.replace("; ", "\n") + "\n"))
+        result = run(Program("8", FLAGS, edits), threads(4, stop=stop), [messages])
+        return result, messages.events, capsys.readouterr().out
+
+    return session
+
+
+def test_the_first_backward_of_1f1b(session):
+    result, events, output = session(
+        "ranks; p x.shape; x = None; rank 3; p buffer.shape; n; up; p action; back; c; p x.shape; b 190, False; ll; "
+        "import math; !y = 3; p y, math.pi; interact; print(y + 1)", "backward_microbatch", rank=2)
+    unstopped, same_events, _ = session("")
+    assert result.rows[0]["loss"] == unstopped.rows[0]["loss"] and events == same_events
+    assert "  rank 2                stands\n" in output and "  rank 3 --> rank 2     receive from rank 2" in output
+    assert output.count("\ntorch.Size([1, 16, 128])\n") == 3  # `back` has undone `x = None`
+    assert "(rank 3 of 4, to look at) n\n*** rank 3 is only looked at: `rank 2` leads back to yours\n" in output
+    assert "microbatch=2)\n" in output and "to look at) back\nback: just before message 17, rank 2: " in output
+    assert "190 B" in output and "\n(3, 3.14159265" in output and "\n>>> print(y + 1)\n4\n" in output
+
+
+def test_back_goes_back_to_the_first_line_and_breakpoints_stay(session):
+    commands = "b model.py:86, x.shape[-1] == 9; back; back; back; c; messages; b"
+    _, events, output = session(commands, "message:3", rank=0)
+    assert [event.number for event in events if event.rank == 0 and event.number][:3] == [1, 2, 3]
+    stops = [line.split(",")[0] for line in output.splitlines() if "message " in line]
+    assert stops == ["just before message 3", "back: just before message 2", "back: just before message 1",
+                     "back: rank 0 has taken part in no message before. This is its first line:",
+                     "just before message 3"]
+    assert "\n    2  rank 1 -> rank 0  send 1 float32" in output and "    8  " not in output
+    assert "stop only if x.shape[-1] == 9" in output
+
+
+def test_each_rank_stops_in_turn_at_a_breakpoint_of_the_program(session):
+    edit = Edit("pipeline_parallel.py", RECEIVE, f"        if k == 1: breakpoint()\n{RECEIVE}")
+    _, _, output = session("p k; l; c; p k; c; p k; c; p k; c", edits=[edit])
+    assert sorted(line for line in output.splitlines() if line.endswith("p k")) == [
+        f"(rank {rank} of 4) p k" for rank in range(4)]
+    assert "->\t        if k == 1: breakpoint()" in output  # what `l` shows is the changed text
+
+
+def test_a_deadlock_ends_in_the_picture(session):
+    edit = Edit("pipeline_parallel.py", "min(num_stages - stage - 1, num_microbatches)", "min(stage, num_microbatches)")
+    with pytest.raises(Violation, match="(?s)deadlock.*They wait in a circle: rank 0 -> rank 1 -> rank 0"):
+        session("ranks; c", "pipeline_parallel.py:61", rank=3, edits=[edit])
+
+
+def test_the_time_limit_does_not_run_while_one_stands_still():
+    world = World(1)
+    assert world.run(lambda rank: world.ask(lambda: time.sleep(1.5) or 5), timeout=0.2) == [5]
+
+
+@pytest.mark.parametrize("where, words", [
+    ("train.py:3", "--stop train.py:3: this line has no code, choose another one, such as 1"),
+    ("train.py:9999", "has no code"), ("nothing.py:3", "--stop nothing.py:3: not in step8_"),
+    ("PipelineParallel", "a function's name"), ("message:0", "Write FILE:LINE"),
+    ("train.py:150", "can't read commands (pytest: reading from stdin while output is captured"),
+    ("message:9999", "no rank ever came to message:9999, of "), ("afab", "no rank ever came to afab")])
+def test_one_sentence_for_a_stop_that_can_not_be(capsys, where, words):
+    assert main([*SMALL, "--stop", where]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("commands, code, words", [
+    ("p 1\n", 0, ""), ("q\n", 1, "error: ended by `q`\n"), (None, 130, "error: interrupted\n")])
+def test_how_a_session_ends(monkeypatch, capsys, commands, code, words):
+    class Interrupted(io.StringIO):
+        def readline(self, *size) -> str:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", Interrupted() if commands is None else io.StringIO(commands))
+    assert main([*SMALL, "--stop", "train.py:150"]) == code
+    assert capsys.readouterr().err == words
+    assert main([*SMALL, "--rank", "2"]) == 2 and "--rank 2: the ranks are 0 to 1" in capsys.readouterr().err
