@@ -2,13 +2,14 @@
 
 import ast
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
 
 import lab
 import pytest
-from lab.launch import ROOT
+from lab.launch import ROOT, STEPS
 
 for library in ("jupytext", "nbclient", "ipykernel"):
     pytest.importorskip(library, reason="notebooks need pip install -e '.[docs]'")
@@ -79,6 +80,14 @@ def test_the_address_is_written_where_it_is_needed(tmp_path, monkeypatch):
         for chapter, book in (("step8_pipeline_parallel_1f1b", "08_1f1b"), ("beyond/step12_zero", "12_zero")):
             address = f"(https://colab.research.google.com/github/{name}/course/blob/main/notebooks/{book}.ipynb)"
             assert address in (tmp_path / chapter / "README.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [step for step in STEPS if step != "1"])
+def test_the_command_of_each_chapter_runs(step):
+    words = re.search(r"`python -m lab (.*?)`", (STEPS[step] / "README.md").read_text(encoding="utf-8"))[1].split(" ", 1)
+    result = lab.look(*words)
+    assert words[0] == step and result.rows
 
 
 @pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=() if path.stem == QUICK else pytest.mark.slow)

@@ -93,7 +93,7 @@ def test_navigation_is_grouped_and_has_the_titles_of_the_pages(site):
     text = (site / "step12.html").read_text(encoding="utf-8").partition('<div class="sidebar-tree">')[2]
     text = text.partition("</aside>")[0]
     groups = dict(re.findall(r'<span class="caption-text">(.+?)</span></p>(.*?)(?=<p class="caption"|\Z)', text, re.S))
-    assert [*groups] == ["Course", "Notebooks", "Beyond", "Your machines", "Is your trainer right", "Reference"]
+    assert [*groups] == ["Course", "Laboratory", "Beyond", "Your machines", "Is your trainer right", "Reference"]
     titles = re.findall(r'toctree-l1[^>]*><a class="reference internal" href="step(\d+)\.html">(.+?)</a>',
                         groups["Course"])
     assert [(number, (STEPS[number] / "README.md").read_text().partition("\n")[0][2:]) for number, _ in titles] == titles

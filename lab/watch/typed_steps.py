@@ -27,7 +27,8 @@ class Types(Watch):
     """
 
     places = ("alone",)
-    apart = dict.fromkeys(("messages", "schedule", "numbers", "memory", "waits"), "under types, a rank ends before its optimizer")
+    apart = dict.fromkeys(("messages", "schedule", "numbers", "memory", "waits"),
+                          "under types, a rank ends before its optimizer")
 
     def __init__(self, type_on_tp: Callable[[str, bool], str] | None = None):
         self.type_on_tp = type_on_tp

@@ -52,7 +52,8 @@ class Waits(Watch, TorchDispatchMode):
     """
 
     places = ("alone",)
-    apart = dict.fromkeys(("messages", "schedule", "numbers", "memory"), "tensors on a device that is not there have no data")
+    apart = dict.fromkeys(("messages", "schedule", "numbers", "memory"),
+                          "tensors on a device that is not there have no data")
 
     def __init__(self):
         super().__init__()

@@ -22,7 +22,7 @@ from course.tours import find_tours
 GROUPS = {  # of the navigation -> its pages, in order; a pattern takes those that it finds
     "Course": ("step*/README.md", "playground", "exercises/README.md", "docs/TOUR.md", "docs/WEEK.md",
                "docs/VIDEOS.md"),
-    "Notebooks": ("notebooks/README.md", "notebooks/[0-9]*.md"),
+    "Laboratory": ("docs/LAB*.md", "notebooks/README.md", "notebooks/[0-9]*.md"),
     "Beyond": ("beyond/README.md", "choose", "beyond/step*/README.md"),
     "Your machines": ("cluster/README.md", "cluster/*.md", "docs/FLAGS.md", "docs/LAUNCHERS.md", "docs/LARGE_RUNS.md"),
     "Is your trainer right": ("docs/SAME_NUMBERS.md", "docs/FOUND.md", "docs/SCOREBOARD.md", "same_numbers/*.md",
@@ -122,7 +122,7 @@ class Repository:
         `name(code)` is the address of what a code span names, or None; if left out, it knows the exercises.
         """
         def renew(match: re.Match) -> str:
-            if match["target"] and text[match.start() - 1 : match.start()] == "!":
+            if match["target"] and match.string[: match.start()].endswith("!"):
                 assert match["text"], f"the picture {match['target']} has no text for those who can't see it"
                 return f"[{match['text']}]({self.picture(match['target'], folder)})"
             if match["target"]:

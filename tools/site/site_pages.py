@@ -63,7 +63,7 @@ def toctree(names: list[str], caption: str = "") -> str:
 
 def write_pages(repository: Repository, films: dict[str, str], forms: dict[str, str]) -> int:
     """Writes all pages, and returns how many. `films`: tour -> its film; `forms`: page -> its HTML."""
-    pages, index = {}, {}
+    pages, index, groups = {}, {}, repository.groups()  # which refuses a page that is in none, before notebooks run
     for place, page in repository.documents.items():
         folder, text = repository.root / place.parent, (repository.root / place).read_text(encoding="utf-8")
         below = [f"exercise-{name}" for name in repository.exercises] * (page == "exercises")
@@ -78,7 +78,7 @@ def write_pages(repository: Repository, films: dict[str, str], forms: dict[str, 
         if place.name == "README.md" and page != "index":
             below += [repository.documents[tour] for tour in repository.tours if tour.parent == place.parent]
         pages[page] += toctree(below)
-    pages["index"] += "".join(toctree(names, group) for group, names in repository.groups().items())
+    pages["index"] += "".join(toctree(names, group) for group, names in groups.items())
     pages |= {f"exercise-{name}": exercise_text(repository, one) for name, one in repository.exercises.items()}
     pages |= {name: f"# {FORMS[name]}" + raw(text) for name, text in forms.items()}
     write_search(repository, pages, index)
