@@ -30,10 +30,12 @@ FIND_PYTHON = """for name in "$2" python3 python3.14 python3.13 python3.12 pytho
 python3 --version >&2; exit 127"""
 # The project where git can't say what that is, as in a folder out of a ZIP: the names in its root, the kinds of files
 # in its folders, and what is none of it there. So nothing is copied that lies beside it, large or private.
-FOLDERS = re.compile(r"\.(ci|github|tours)|assets|beyond|cluster|docs|exercises|same_numbers|step\d+_\w+|tests|tools")
+FOLDERS = re.compile(r"\.(ci|github|tours)|assets|beyond|cluster|docs|exercises|lab|notebooks|same_numbers|"
+                     r"step\d+_\w+|tests|tools")
 FILES = re.compile(r"(README|CONTRIBUTING)\.md|LICENSE|setup\.py|pytest\.ini|constraints\.txt|Dockerfile\.torchx|"
                    r"\.(git|docker|torchx)ignore|\.torchxconfig")
-KINDS = re.compile(r"run|LICENSE|[^.].*\.(css|html|ini?|m?js|jsonl?|md|png|py|sbatch|sh|toml|tour|txt|typed|ya?ml)")
+KINDS = re.compile(r"run|LICENSE|[^.].*\.(css|html|ini?|ipynb|m?js|jsonl?|md|png|py|sbatch|sh|svg|toml|tour|txt|typed|"
+                   r"ya?ml)")
 OTHERS = re.compile(r"\..*|__pycache__|.*\.egg-info|node_modules|site-packages|runs|logs|wandb|mine|build")
 LARGEST = 1 << 20  # bytes of a file
 
