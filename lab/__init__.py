@@ -3,7 +3,7 @@
     from lab import Messages, Program, run, threads
 
     messages = Messages()
-    result = run(Program("8", ["--pp_size", 4]), threads(4), [messages])
+    result = run(Program("8", ["--pp_size", 4, "--max_tokens", 512]), threads(4), [messages])
 
 A Program is a step's train.py with flags and edits (program.py). It runs on ranks: threads of this process that take
 turns (ranks.py), or one of any number, alone (rank_alone.py). What watches is installed before, and holds its findings

@@ -4,7 +4,7 @@
     python -m lab 8 --pp_size 4 --edit pipeline_parallel.py "num_stages - stage - 1" "num_stages - stage"
 
 Flags that are not the laboratory's own are those of the step's train.py: its --help lists them. Without --model_name,
---seq_len and the like, the model and its samples are small. A changed step runs beside the unchanged one.
+--seq_len and the like, the model and its samples are small. A changed step runs beside the unchanged one. docs/LAB.md says more.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m lab", description=__doc__, formatter_class=Help, allow_abbrev=False)
     parser.add_argument("step", help="a step of the course, from 2 on")
     parser.add_argument("--watch", default="messages,schedule", type=lambda names: names.split(","),
-                        help="what to watch, such as messages,numbers (default: messages,schedule)")
+                        help="of messages, schedule, memory, numbers; or types, or waits (default: messages,schedule)")
     parser.add_argument("--picture", metavar="FILE", type=pathlib.Path,
                         help="draws what the ranks do over time into this .svg or .png")
     parser.add_argument("--edit", nargs=3, action="append", default=[], metavar=("FILE", "OLD", "NEW"),

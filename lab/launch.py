@@ -53,7 +53,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
     """--help with a program's docstring as it is, its examples among it, and with the defaults of its flags."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        says_it = action.default in (None, False, argparse.SUPPRESS) or "default" in action.help
+        says_it = action.default in (None, False, [], argparse.SUPPRESS) or "default" in action.help
         return action.help + " (default: %(default)s)" * (not says_it)
 
 
