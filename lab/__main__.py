@@ -4,7 +4,8 @@
     python -m lab 8 --pp_size 4 --edit pipeline_parallel.py "num_stages - stage - 1" "num_stages - stage"
 
 Flags that are not the laboratory's own are those of the step's train.py: its --help lists them. Without --model_name,
---seq_len and the like, the model and its samples are small. A changed step runs beside the unchanged one. docs/LAB.md says more.
+--seq_len and the like, the model and its samples are small. A changed step runs beside the unchanged one. docs/LAB.md
+says more, of the debugger, too.
 """
 
 import argparse
