@@ -12,6 +12,7 @@ import argparse
 import pathlib
 import signal
 import sys
+from unittest import mock
 
 from lab.launch import Help
 from lab.picture import check_place
@@ -55,8 +56,6 @@ def main(argv: list[str] | None = None) -> int:
         program = Program(args.step, flags, [Edit(*each) for each in args.edit])
         if args.picture and "schedule" not in args.watch:
             raise ValueError("--picture draws what the watch `schedule` notes: add it to --watch")
-        if args.stop and (others := {"types", "waits"} & {*args.watch}):
-            raise ValueError(f"--stop stops ranks of this process, and {' and '.join(others)} watch one that is alone")
         if args.picture:
             check_place(args.picture)
         say(f"step {args.step}: {program.folders[0].name}/train.py {' '.join(flags)}")
@@ -74,14 +73,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def show(args: argparse.Namespace, program: Program) -> int:
     """Runs the step, and before it the unchanged one if there are edits, and prints what was watched."""
-    from lab.one_step import look  # and with it torch, which takes seconds
+    import torch  # takes seconds
+
+    from lab.one_step import look
     from lab.results import summary
     from lab.stop import Stop, StopError
 
+    torch.set_num_threads(1)  # of ranks, one computes at a time
     unchanged = None
     if program.edits:
         say(program.diff())
-        unchanged = look(args.step, program.flags, (), args.watch, lambda text: say(f"unchanged, {text}"))
+        with mock.patch.object(sys, "breakpointhook", lambda *_, **__: None):  # the changed one stops
+            unchanged = look(args.step, program.flags, (), args.watch, lambda text: say(f"unchanged, {text}"), False)
         say(f"{summary(unchanged)}\n")
     changed = "changed, " * bool(unchanged)
     stop = Stop(*args.stop, rank=args.rank)

@@ -6,7 +6,9 @@
     print(look("8", "--pp_size 4", edits=[Edit("train.py", old, new)]).beside(look("8", "--pp_size 4")))
 """
 
+import os
 import pathlib
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -19,14 +21,15 @@ from lab.ranks import SMALL, check, run, threads
 from lab.results import Result
 from lab.stop import Stop
 
+SECONDS = 600  # that a look may take
 NAMES = ("messages", "schedule", "memory", "numbers", "types", "waits")
 
 
 def look(step: int | str, flags: str | Sequence = (), edits: Sequence[Edit] = (),
          watch: Sequence[str] = ("messages", "schedule"), say: Callable[[str], None] = lambda text: None,
-         stop: Stop | None = None) -> Result:
-    """One optimizer step of a step of the course on ranks of this process, which stand where `stop` says. say() is told
-    what runs, before it does.
+         stop: Stop | None | bool = None) -> Result:
+    """One optimizer step of a step of the course on ranks of this process, which stand where `stop` says, or with False
+    nowhere. say() is told what runs, before it does.
 
     Raises ValueError for what can't be looked at, and else what run() raises.
     """
@@ -34,27 +37,41 @@ def look(step: int | str, flags: str | Sequence = (), edits: Sequence[Edit] = ()
         raise ValueError("step 1 trains in one process, without messages: choose a step from 2 on")
     if str(step) == "2" and (early := {"memory", "types", "waits"} & {*watch}):
         raise ValueError(f"{early.pop()} needs a step that trains on samples: choose one from 3 on")
-    if str(step) == "9" and "types" in watch:
-        raise ValueError("types are not known of step 9's samples: choose another step")
+    if str(step) in ("3", "9") and "types" in watch:
+        raise ValueError(f"types are not known of step {step}: choose another one that divides a model or samples")
     known = [name for name in NAMES if name.title() in lab.MODULES]
     if unknown := [name for name in watch if name not in known]:
         raise ValueError(f"there is no watch {unknown[0]!r}: choose from {', '.join(known)}")
     watches = [getattr(lab, name.title())() for name in dict.fromkeys(watch)]
     program, size, words = one_step(Program(step, shlex.split(flags) if isinstance(flags, str) else flags, edits))
-    of_one = all("alone" in watch.places for watch in watches) and "threads" not in watches[0].places
+    if "types" in watch and (program.sizes.zero or size == 1):
+        raise ValueError("types are not known of ZeRO's shards: leave --zero out" if program.sizes.zero else
+                         "one rank has no collectives for types to check: give it more, as with --tp_size 2")
+    of_one = any("threads" not in watch.places for watch in watches)
+    if of_one and stop and stop.where:
+        raise ValueError("a stop is one of ranks in this process, and types and waits watch a rank that is alone")
+    stop = Stop() if stop is None else stop or None  # without, a breakpoint() of the step stops all the same
     check(ranks := alone(0, size) if of_one else threads(size, stop=stop), watches)
     say(f"rank 0 of {words}" if of_one else words)
     if "waits" in watch:  # in a process of its own, which registers a device
         watches[0].found = waits_of(program, size)
         return Result([], [], None, watches)
-    return run(program, ranks, watches)
+    return run(program, ranks, watches, timeout=SECONDS)
 
 
 def waits_of(program: Program, size: int) -> str:
     from lab.watch.waits import start
 
     done = start(program, 0, size, check=False).result()
-    return f"the host waits nowhere in the middle of the step: {done.stdout}" if done.returncode == 0 else done.stderr
+    lines = done.stderr.splitlines()
+    if done.returncode == 0:
+        read, copied, cast = re.findall(r"\w+ (\d+|\[.*\])", done.stdout)
+        return (f"the host waits nowhere in the middle of the step. It reads {read} values where it logs; {copied} copies "
+                f"to the device do not block; each weight is cast {cast.strip('[]')} times")
+    if not (said := [line for line in lines if line.startswith("in the middle of a step the host")]):
+        raise RuntimeError(f"the step has failed:\n{done.stderr}")
+    where = [line.strip() for line in lines if f"{program.folders[0].name}{os.sep}" in line]
+    return f"{said[0]}, {where[-1]}"
 
 
 def one_step(program: Program) -> tuple[Program, int, str]:

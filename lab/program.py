@@ -14,6 +14,7 @@ import builtins
 import copy
 import difflib
 import functools
+import itertools
 import linecache
 import pathlib
 import shutil
@@ -64,7 +65,7 @@ class Program:
     def edited(self, edit: Edit) -> str:
         """The text of the edit's file, after the edits before it and this one."""
         path = self.folders[0] / edit.file
-        if path.parent != self.folders[0] or path.suffix != ".py" or not path.is_file():
+        if path.name != edit.file or path.suffix != ".py" or not path.is_file():  # no other way to write a path
             raise ValueError(f"there is no {edit.file} in {self.folders[0].name}: name a .py file of that folder")
         text = self.texts.get(edit.file) or path.read_text(encoding="utf-8")
         if (count := text.count(edit.old)) != 1:
@@ -72,7 +73,9 @@ class Program:
         return text.replace(edit.old, edit.new)
 
     def compiled(self, file: str) -> types.CodeType:
-        name, text = f"{self.folders[0] / file}, changed", self.texts[file]
+        text = self.texts[file]
+        names = (f"{self.folders[0] / file}, changed{f' ({i})' * (i > 1)}" for i in itertools.count(1))
+        name = next(name for name in names if "".join(linecache.getlines(name)) in ("", text))  # one for each text
         linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name  # for the lines of messages
         return compile(text, name, "exec")
 

@@ -54,7 +54,8 @@ def messages(result: Result) -> list[tuple[int, str, str]]:
     for event in result.world.events:
         if event.kind != "receive" and event.number:
             found[event.number] = min(event, found.get(event.number, event), key=lambda each: each.posted)
-    for action in sorted(schedule.actions if schedule else [], key=lambda action: action.start):
+    done = [*schedule.actions, *filter(None, schedule.open.values())] if schedule else []
+    for action in sorted(done, key=lambda action: action.start):
         actions[action.rank].append(action)
     return [(number, what(event, result.world.size), when(event, actions[event.rank]))
             for number, event in sorted(found.items())]
@@ -141,8 +142,9 @@ def compare(result: Result, unchanged: Result) -> str:
 
 def differing(ours, theirs) -> str:
     """The first tensor that differs, in the order of updates, gradients before weights."""
-    updates = max((len(steps) for steps in ours.gradients.values()), default=0)
-    for update, kind, rank in itertools.product(range(updates), ("gradients", "weights"), sorted(ours.gradients)):
+    ranks = sorted(ours.gradients.keys() | theirs.gradients.keys())
+    updates = max((len(each.gradients[rank]) for each in (ours, theirs) for rank in ranks), default=0)
+    for update, kind, rank in itertools.product(range(updates), ("gradients", "weights"), ranks):
         mine, other = (getattr(each, kind)[rank][update] if update < len(getattr(each, kind)[rank]) else {}
                        for each in (ours, theirs))
         for name in mine | other:

@@ -115,7 +115,12 @@ class Debugger(pdb.Pdb):
     def onecmd(self, line: str) -> bool | None:
         if self.looked_at != self.rank and self.parseline(line)[0] in STEPPING:
             return self.error(f"rank {self.looked_at} is only looked at: `rank {self.rank}` leads back to yours")
-        return super().onecmd("end" if self.commands_defining and line == "EOF" else line)
+        local = self.stop.world.local
+        local.rank = self.looked_at  # which dist.get_rank() reads
+        try:
+            return super().onecmd("end" if self.commands_defining and line == "EOF" else line)
+        finally:
+            local.rank = self.rank
 
     def do_EOF(self, arg: str) -> bool:  # noqa: N802
         """Where the commands end, the program goes on without stops."""
@@ -181,11 +186,15 @@ class Stop:
 
     def run(self, once: Callable, program: Program, ranks, watches: Sequence):
         """What once() returns, which runs the program on the ranks, and anew after each `back`."""
+        self.is_over, self.target, self.shared, self.breakpoints = False, None, {"breaks": {}}, {}
+        self.numbers, self.came = set(), set()
         self.program, self.folders, self.world = program, {*map(str, program.folders)}, ranks.world
         self.log = lambda: folded(Result([], [], self.world, [Messages(), *watches]))
         variables, state = copy.deepcopy([vars(watch) for watch in watches]), torch.get_rng_state()
         texts = (program.texts.get(path.name) or path.read_text("utf-8") for path in program.folders[0].glob("*.py"))
         self.is_tracing = bool(self.where) or any("breakpoint()" in text or "set_trace()" in text for text in texts)
+        if self.is_tracing and any(type(watch).__name__ == "Memory" for watch in watches):
+            raise StopError("a stop and memory don't go together, since a debugger holds what it shows: leave one out")
         if self.rank not in (None, *range(ranks.size)):
             raise StopError(f"--rank {self.rank}: the ranks are 0 to {ranks.size - 1}")
         try:

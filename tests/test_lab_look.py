@@ -1,12 +1,13 @@
 """What the laboratory shows of one optimizer step, and where an edited step differs from the unchanged one."""
 
 import itertools
+import linecache
 import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from lab import Edit, look
+from lab import Edit, Program, look
 from lab.__main__ import main
 from lab.launch import STEPS
 
@@ -99,6 +100,7 @@ def test_edit_of_the_warm_up(new, code, words, capsys):
     assert printed.index("loss 7.2946") < printed.index(words[0]) and all(each in printed for each in words)
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # of the rank that makes no step
 def test_first_numbers_that_differ():
     edit = Edit("train.py", "optimizer.step()", "next(model.parameters()).grad.mul_(2)\n            optimizer.step()")
     watch = ["numbers"]
@@ -108,6 +110,24 @@ def test_first_numbers_that_differ():
     tiny = Edit("train.py", "loss = train_step(model, data_loader)", "loss = train_step(model, data_loader) + 1e-12")
     assert "first difference of losses:\n    changed    step 1: 7.29" in look(6, TWO, [tiny]).beside(look(6, TWO))
     assert look(6, TWO, watch=watch).beside(look(6, TWO, watch=watch)).endswith("no difference in numbers")
+    none = Edit("train.py", "        optimizer.step()", "        grid.dp_rank or optimizer.step()")  # rank 1 makes no step
+    flags = TWO + "--dp_size 2"
+    assert "on rank 1 in update 1 are not there in both" in look(5, flags, [none], watch).beside(look(5, flags, watch=watch))
+
+
+def test_numbers_that_are_kept_are_not_counted():
+    alone, both = (look(5, TWO, watch=watch).watch("Memory") for watch in (["memory"], ["memory", "numbers"]))
+    assert alone.held == both.held
+
+
+def test_edits_have_a_text_of_their_own_and_write_no_file_of_the_step():
+    path = STEPS["5"] / "train.py"
+    for file in (str(path), "./train.py"):
+        with pytest.raises(ValueError, match="name a .py file of that folder"):
+            Program(5, edits=[Edit(file, "optimizer.step()", "pass")])
+    names = {Program(5, edits=[Edit("train.py", "optimizer.step()", new)]).code("train").co_filename
+             for new in ("pass", "optimizer.stepp()", "pass")}
+    assert len(names) == 2 and {"optimizer.stepp()" in "".join(linecache.getlines(name)) for name in names} == {True, False}
 
 
 @pytest.mark.parametrize("watch, edit, words", [
@@ -122,8 +142,10 @@ def test_watches_of_one_rank_alone(watch, edit, words, capsys):
 
 
 @pytest.mark.parametrize("args, words", [
-    ("8 --watch types,messages", "types and messages can't watch together"), ("2 --watch waits", "choose one from 3 on"),
-    ("8 --watch types --stop afab", "watch one that is alone"), ("9 --watch types", "choose another step"),
+    ("8 --tp_size 2 --watch types,messages", "types and messages can't watch together"), ("2 --watch waits", "choose one from 3 on"),
+    ("8 --tp_size 2 --watch types --stop afab", "watch a rank that is alone"), ("9 --watch types", "not known of step 9"), ("3 --watch types", "not known of step 3"),
+    ("8 --watch types", "one rank has no collectives"), ("8 --watch memory --stop afab", "don't go together"),
+    ("13 --dp_size 2 --zero 3 --watch types", "leave --zero out"),
     ("99", "there is no step 99"), ("1", "choose a step from 2 on"), ("--pp_size 2 8", "the step comes first"),
     ("", "required: step"), ("8 --pp_size 5", "use --pp_size 4 or less"), ("8 --nonsense 3", "unrecognized arguments"),
     ("8 --picture a.jpg", "ends in .svg or .png"), ("8 --picture {file}/a.svg", "can't write"),

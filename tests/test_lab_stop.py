@@ -28,11 +28,12 @@ def session(capsys):
 
 def test_the_first_backward_of_1f1b(session):
     result, events, output = session(
-        "ranks; p x.shape; x = None; rank 3; p buffer.shape; n; up; p action; back; c; p x.shape; b 190, False; ll; "
+        "ranks; p x.shape; x = None; rank 3; p buffer.shape; p dist.get_rank(); n; up; p action; back; c; p x.shape; b 190, False; ll; "
         "import math; !y = 3; p y, math.pi; interact; print(y + 1)", "backward_microbatch", rank=2)
     unstopped, same_events, _ = session("")
     assert result.rows[0]["loss"] == unstopped.rows[0]["loss"] and events == same_events
     assert "  rank 2                stands\n" in output and "  rank 3 --> rank 2     receive from rank 2" in output
+    assert "p dist.get_rank()\n3\n" in output
     assert output.count("\ntorch.Size([1, 16, 128])\n") == 3  # `back` has undone `x = None`
     assert "(rank 3 of 4, to look at) n\n*** rank 3 is only looked at: `rank 2` leads back to yours\n" in output
     assert "microbatch=2)\n" in output and "to look at) back\nback: just before message 17, rank 2: " in output

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -23,7 +24,7 @@ class Action(NamedTuple):
     microbatch: int
     chunk: int
     start: int
-    end: int
+    end: float  # infinity until then
 
 
 class Schedule(Watch):
@@ -34,6 +35,7 @@ class Schedule(Watch):
 
     def __init__(self):
         self.actions: list[Action] = []
+        self.open: dict[int, Action | None] = {}  # rank -> what it computes now
         self.counts: dict[tuple, Iterator[int]] = defaultdict(itertools.count)  # (rank, kind) -> micro-batches
         self.without_timeline: set[int] = set()  # ranks
 
@@ -58,11 +60,15 @@ class Schedule(Watch):
 
     @contextlib.contextmanager
     def span(self, kind: str, microbatch: int | None = None, chunk: int = 0) -> Iterator[None]:
-        start = next(self.world.moments)
+        rank = dist.get_rank()
+        action = Action(rank, LETTERS.get(kind, kind), microbatch or 0, chunk, next(self.world.moments), math.inf)
+        around, is_noted = self.open.get(rank), kind not in ("wait", "all-to-all")  # the messages say these
+        if is_noted:
+            self.open[rank] = action
         yield
-        if kind not in ("wait", "all-to-all"):  # the messages say these
-            self.actions.append(Action(dist.get_rank(), LETTERS.get(kind, kind), microbatch or 0, chunk, start,
-                                       next(self.world.moments)))
+        if is_noted:
+            self.actions.append(action._replace(end=next(self.world.moments)))
+            self.open[rank] = around
 
     def counted(self, kind: str, function: Callable) -> Callable:
         def call(*args, **kwargs):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 import same_numbers
 from lab.watch import Watch
@@ -38,9 +39,10 @@ class Numbers(Watch):
     def around(self, ranks) -> contextlib.AbstractContextManager:
         def note(records: dict, what: str, optimizer: torch.optim.Optimizer) -> None:
             group = optimizer.param_groups[0]
-            records[dist.get_rank()].append({name.removeprefix("module."): getattr(param, what).detach().clone()
-                                             for name, param in zip(group["param_names"], group["params"])
-                                             if getattr(param, what) is not None})
+            with _disable_current_modes():  # what is kept here is not the program's: Memory does not count it
+                records[dist.get_rank()].append({name.removeprefix("module."): getattr(param, what).detach().clone()
+                                                 for name, param in zip(group["param_names"], group["params"])
+                                                 if getattr(param, what) is not None})
 
         return hooked(register_optimizer_step_pre_hook(lambda optimizer, *_: note(self.gradients, "grad", optimizer)),
                       register_optimizer_step_post_hook(lambda optimizer, *_: note(self.weights, "data", optimizer)))
@@ -55,6 +57,7 @@ class WholeNumbers(Watch):
     """
 
     places = ("threads", "processes")
+    apart = {"memory": "it would count what is put together"}
 
     def __init__(self):
         self.of: dict[int, dict] = {}
@@ -144,6 +147,7 @@ class SameNumbers(Watch):
     would: with its variables `model`, `loss` and `grad_norm`."""
 
     places = ("threads", "processes")
+    apart = {"memory": "it would count what is recorded"}
 
     def __init__(self, folder, steps: int = 3):
         self.folder, self.steps = str(folder), steps
