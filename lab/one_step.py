@@ -66,8 +66,8 @@ def waits_of(program: Program, size: int) -> str:
     lines = done.stderr.splitlines()
     if done.returncode == 0:
         read, copied, cast = re.findall(r"\w+ (\d+|\[.*\])", done.stdout)
-        return (f"the host waits nowhere in the middle of the step. It reads {read} values where it logs; {copied} copies "
-                f"to the device do not block; each weight is cast {cast.strip('[]')} times")
+        return (f"the host waits nowhere in the middle of a step. It reads {read} values where it logs, {copied} "
+                f"copies to the device do not block, and each weight is cast {cast.strip('[]')} times")
     if not (said := [line for line in lines if line.startswith("in the middle of a step the host")]):
         raise RuntimeError(f"the step has failed:\n{done.stderr}")
     where = [line.strip() for line in lines if f"{program.folders[0].name}{os.sep}" in line]
