@@ -89,7 +89,7 @@ def place(frame: types.FrameType | None = None) -> Where:
 
 def shown(path: str | pathlib.Path) -> str:
     """A path as messages name it: from the repository's folder on, where it is in there."""
-    path = pathlib.Path(path)
+    path = pathlib.Path(re.sub(r", changed \(\d+\)$", ", changed", str(path)))  # of which edit need not be said
     return "a cell" if CELL.search(str(path)) else str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
