@@ -52,7 +52,13 @@ class AttemptOnProcesses(Attempt):
             if prepare:
                 prepare(modules, rank)
 
-        return super().train(size, flags, ours, before)
+        trained = super().train(size, flags, ours, before)
+        if size == dist.get_world_size():  # a process has watched its own rank
+            found = [None] * size
+            dist.all_gather_object(found, [each[dist.get_rank()] for each in (trained.gradients, trained.weights)])
+            for rank, (gradients, weights) in enumerate(found):
+                trained.gradients[rank], trained.weights[rank] = gradients, weights
+        return trained
 
 
 def main(path: pathlib.Path) -> int:
