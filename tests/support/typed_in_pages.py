@@ -29,6 +29,7 @@ LEFT_OUT = {  # page -> how lines of it begin, what they need, and where else so
     "cluster/RESULTS.md": [("python tools/maintain/measure_hosts.py", HOUR, "test_tool_benchmark.py has parts of it")],
     "cluster/SLOW_LINKS.md": [("python tools/maintain/measure_hosts.py", HOUR, "")],
     "docs/FOUND.md": [("python same_numbers/found/torchtitan", NETWORK, "torchtitan, and the torch that it needs")],
+    "notebooks/README.md": [("pip install", NETWORK, "packages, and a server that the reader ends")],
     "docs/SCOREBOARD.md": [("python tools/maintain/scoreboard.py", NETWORK, "environments of thirteen libraries")],
     "docs/FLAGS.md": [("torchrun --nproc_per_node 8", NETWORK, "the Hub"),
                       ("torchrun --nproc_per_node 3", NETWORK, "the Hub")],
