@@ -97,7 +97,7 @@ class Held:
         self.held[category] += change
         self.most[category] = max(self.most[category], self.held[category])
         self.alive = max(self.alive, self.held["activations"] + self.held["messages"])
-        if change > 0 and (total := sum(self.held.values())) > sum(self.peak.values()):
+        if change > 0 and sum(self.held.values()) > sum(self.peak.values()):
             self.peak, self.peak_at = Counter(self.held), self.phase
 
     def free(self, key: int) -> None:

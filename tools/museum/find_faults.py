@@ -3,7 +3,7 @@
     same        same_numbers: samples, gradients, norm and weights beside those of one process, in float64
     bytes       what a rank sends in a step beside the formulas of splits.py
     replay      the messages: a deadlock, collectives that do not match, a tensor changed while it is sent
-                (thread_ranks.py)
+                (lab/thread_ranks.py)
     simulation  the schedules, without ranks: do all micro-batches get through, and once each?
 
 break_it.py NAME --find runs the check that a fault names, and --find --healthy all four on TOPOLOGIES.
