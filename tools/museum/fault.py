@@ -1,0 +1,54 @@
+"""A fault: a mistake that somebody's trainer had, as edits of code that is right, and what each check says of it.
+
+    fault.program()              # the step with the fault: run() of lab trains it, diff() shows it
+    fault.program(healthy=True)  # without it
+
+The faults stand in faults_*.py, by what they are about, and all of them in faults.py; checks.py has the checks.
+"""
+
+from typing import NamedTuple
+
+from lab.launch import ROOT
+from lab.program import Edit, Program
+
+SAMPLES, TOKENS = 8, 40960  # of 128 tokens, on all replicas: samples a step in micro-batches of 4, and ten steps' tokens
+AXIS_OF = {  # of a trainer of same_numbers: what its ranks divide
+    "tp": "tp", "sp": "tp", "cp": "cp", "pp": "pp", "ep": "ep", "sharded": "zero", "muon": "zero"}
+
+
+class Fault(NamedTuple):
+    name: str
+    where: str  # a step with its flags, "4 --tp_size 2"; a trainer of same_numbers, "trainer tp"; "library torch 2.13.0"
+    sentence: str  # what is wrong, and what it does
+    reported: tuple[str, ...]  # owner/name#number of issues and pull requests on GitHub, or arXiv:number
+    edits: tuple[tuple[str, str, str], ...]  # file, old, new
+    seen: dict[str, str | tuple[str, str]]  # what checks that find it say, as regular expressions: see checks.py
+    besides: tuple[tuple[str, str, str], ...] = ()  # what the run without the fault changes, too
+
+    @property
+    def step(self) -> str:
+        """The number of its step, or the kind of its trainer."""
+        return self.where.split()[self.is_trainer]
+
+    @property
+    def is_trainer(self) -> bool:
+        return self.where.startswith("trainer ")
+
+    @property
+    def flags(self) -> list[str]:
+        """Of the step's train.py: 32 samples in each of ten steps, whatever the topology."""
+        words = [] if self.is_trainer else self.where.split()[1:]
+        replicas = int(words[words.index("--dp_size") + 1]) if "--dp_size" in words else 1
+        return ["--gradient_accumulation_steps", str(SAMPLES // replicas), "--max_tokens", str(TOKENS), *words]
+
+    @property
+    def axis(self) -> str:
+        """What ranks divide where it is: "dp", "zero", "tp", "pp", "cp" or "ep"."""
+        axes = [axis for axis in ("ep", "cp", "zero", "pp", "tp") if f"--{axis}" in self.where]
+        return AXIS_OF.get(self.step, "dp") if self.is_trainer else (axes or ["dp"])[0]
+
+    def program(self, *further: str, healthy: bool = False) -> Program:
+        """The step, or the trainers of same_numbers, with the fault or without it, and with further flags."""
+        edits = [Edit(*each) for each in self.besides + self.edits * (not healthy)]
+        return Program("", (), edits, folders=(ROOT / "same_numbers",)) if self.is_trainer else Program(
+            self.step, (*self.flags, *further), edits)
