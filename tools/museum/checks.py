@@ -26,6 +26,7 @@ from museum.fault import Fault
 
 NOT_TYPED = {"pp": "torch.distributed.pipelining sends objects", "ddp": "DDP's hooks are C++",
              "sharded": "ZeRO's sums are sends and receives of unlike parts"}
+STOPPED = Violation, KeyError  # of ranks that do not come to an end
 STEPS_RUN, STEPS_RECORDED, FEW_MICROBATCHES = 2, 3, ("--gradient_accumulation_steps", "4")
 
 
@@ -113,6 +114,8 @@ CHECKS: dict[str, Callable[[Program, Program], Finding]] = {  # a step and the r
 
 def cannot(fault: Fault, check: str) -> str:
     """Why a check says nothing of a fault, "" where it does."""
+    if not fault.is_trainer and not fault.is_step:
+        return f"of {fault.where}"
     if fault.is_trainer:
         return {"numbers": "", "types": NOT_TYPED.get(fault.step, "")}.get(check, "of steps only")
     return "no pipeline" if check == "schedule" and "--pp_size" not in fault.where else ""
@@ -126,7 +129,10 @@ def find(fault: Fault, check: str = "", healthy: bool = False) -> Finding:
     if fault.is_trainer:
         return trainer(fault, check, healthy)
     right, wrong = (fault.program(*FEW_MICROBATCHES, healthy=each) for each in (True, False))
-    return CHECKS[check](right if healthy else wrong, right)
+    try:
+        return CHECKS[check](right if healthy else wrong, right)
+    except STOPPED as error:
+        return Finding(False, f"the ranks stop: {error}", tried=False)
 
 
 @functools.cache
@@ -181,8 +187,10 @@ TOPOLOGIES = (  # healthy ones: a step, its ranks and flags
 )
 
 
-def healthy_alarms(step: str, flags: str) -> list[str]:
-    """What the checks say against a step as it is: it should be nothing."""
+HEALTHY = tuple(each for each in CHECKS if each not in ("bytes", "types"))  # bytes are beside themselves
+
+
+def healthy_alarms(step: str, flags: str, names: tuple[str, ...] = HEALTHY) -> list[str]:
+    """What checks say against a step as it is: it should be nothing. (Those of types are on typed.GRIDS.)"""
     program = Program(step, [*flags.split(), *FEW_MICROBATCHES])
-    checks = (each for each in CHECKS if each not in ("bytes", "types"))  # beside itself; typed.GRIDS are those of types
-    return [f"{name}: {found.saw}" for name in checks if (found := CHECKS[name](program, program)).alarm]
+    return [f"{name}: {found.saw}" for name in names if (found := CHECKS[name](program, program)).alarm]

@@ -35,9 +35,13 @@ class Fault(NamedTuple):
         return self.where.startswith("trainer ")
 
     @property
+    def is_step(self) -> bool:
+        return self.where[0].isdigit()
+
+    @property
     def flags(self) -> list[str]:
         """Of the step's train.py: 32 samples in each of ten steps, whatever the topology."""
-        words = [] if self.is_trainer else self.where.split()[1:]
+        words = self.where.split()[1:] if self.is_step else []
         replicas = int(words[words.index("--dp_size") + 1]) if "--dp_size" in words else 1
         return ["--gradient_accumulation_steps", str(SAMPLES // replicas), "--max_tokens", str(TOKENS), *words]
 
