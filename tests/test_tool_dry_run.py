@@ -23,7 +23,7 @@ with modules_of(9):
     from lab.watch.dry_run import run_rank
     from lab.watch.memory import Event, Handle
     from maintain import published_runs
-    from museum.faults_beyond import FAULTS
+    from museum.faults import FAULTS
     from sizes import split_memory, splits
     from sizes.clock import Clock, Machine, flops_per_token, play_pipeline
     from sizes.data_sheets import PRESETS, Shape

@@ -35,7 +35,7 @@ from museum.faults import FAULTS
 CHECKS = ("numbers", "bytes", "messages", "schedule", "types")  # those of museum/checks.py, which needs torch
 SGD = (("train.py", "torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)",
         "torch.optim.SGD(model.named_parameters(), lr=args.learning_rate)"),)
-ROW = "{:12} {:>8}  {:8}  {:11}  {}"
+ROW = "{:12} {:>8}  {:8}  {:10}  {}"
 PER_STEP = "{:>4} {:>12} {:>9} {:>11} {:>17} {:>10} {:>7}"
 
 
@@ -102,8 +102,7 @@ def find_all(check: str) -> int:
         healthy, broken = checks.find(fault, used, True), checks.find(fault, used)
         caught, false_alarms, tried = caught + broken.alarm, false_alarms + healthy.alarm, tried + broken.tried
         saw = " ".join([line for i, line in enumerate(broken.saw.split("\n")) if i == 0 or line.startswith("  rank")])
-        where = fault.step if fault.is_step else " ".join(fault.where.split()[:2])
-        print(ROW.format(name, where, used, "ALARM" if healthy.alarm else "no alarm", textwrap.shorten(saw, 120) if
+        print(ROW.format(name, fault.step, used, "ALARM" if healthy.alarm else "no alarm", textwrap.shorten(saw, 120) if
                          broken.alarm or not broken.tried else "NO ALARM"), flush=True)
     others = f", {len(FAULTS) - tried} not tried" if tried < len(FAULTS) else ""
     print(f"{caught} of {len(FAULTS)} caught{others}, {false_alarms or 'no'} alarms without a fault")
@@ -111,11 +110,11 @@ def find_all(check: str) -> int:
 
 
 def find_healthy(check: str) -> int:
-    """Runs the checks, or this one, on steps as they are, prints a line for each topology, and returns 1 for an alarm."""
+    """Runs the checks, or this one, on steps as they are, with a line for each topology. Returns 1 for an alarm."""
     from museum import checks
 
     names, alarms, last = (check,) if check in checks.HEALTHY else () if check else checks.HEALTHY, 0, []
-    cases = [(*each, lambda step, flags: checks.healthy_alarms(step, flags, names)) for each in checks.TOPOLOGIES if names]
+    cases = [(*each, lambda *of_step: checks.healthy_alarms(*of_step, names)) for each in checks.TOPOLOGIES if names]
     if names:
         last.append(f"{', '.join(names)} on {len(cases)} healthy topologies")
     if check in ("", "types"):
@@ -145,8 +144,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--find", action="store_true", help="run the check that shows it, without torchrun; of NAME or "
                         "of all; with --healthy and no NAME all checks on healthy steps")
     parser.add_argument("--check", default="", help=f"for --find, instead of the fault's own: {', '.join(CHECKS)}")
-    parser.add_argument("--guess", nargs="?", const="", metavar="AXIS", help="find out which fault was chosen at random; "
-                        "of dp, zero, tp, pp, cp or ep, or of all of them")
+    parser.add_argument("--guess", nargs="?", const="", metavar="AXIS", help="which fault is it? At random, of dp, "
+                        "zero, tp, pp, cp or ep, or of all of them")
     parser.add_argument("--seed", type=int, help="of --guess")
     args = parser.parse_args(own)
     args.further = further
@@ -163,7 +162,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         what = f"there is no fault {args.name!r}: " if args.name else ""
         raise ValueError(f"{what}choose one of {', '.join(FAULTS)} (--list says what each does)")
     if not args.find and not FAULTS[args.name].is_step:
-        raise ValueError(f"{args.name} is a fault of {FAULTS[args.name].where}, not of a step's train.py: only --find runs it")
+        raise ValueError(f"{args.name} is a fault of {FAULTS[args.name].where}, not of a step: try {args.name} --find")
     return args
 
 

@@ -115,7 +115,7 @@ def annotate(attempt):
     """
     with attempt.typed({"tp": 2}):  # which says so where types are not installed
         pass
-    from find_by_types import check_step
+    from museum.typed import check_step
 
     answer, ours = attempt.function(), attempt.function(attempt.ours)
     names = [name for name, _ in llama(32, 16, 24, 12, 4, 4, 4).named_parameters()]  # of 12 layers

@@ -118,6 +118,8 @@ def cannot(fault: Fault, check: str) -> str:
         return f"of {fault.where}"
     if fault.is_trainer:
         return {"numbers": "", "types": NOT_TYPED.get(fault.step, "")}.get(check, "of steps only")
+    if check == "types" and "--zero" in fault.where:
+        return NOT_TYPED["sharded"]
     return "no pipeline" if check == "schedule" and "--pp_size" not in fault.where else ""
 
 

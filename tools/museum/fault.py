@@ -11,14 +11,14 @@ from typing import NamedTuple
 from lab.launch import ROOT
 from lab.program import Edit, Program
 
-SAMPLES, TOKENS = 8, 40960  # of 128 tokens, on all replicas: samples a step in micro-batches of 4, and ten steps' tokens
+SAMPLES, TOKENS = 8, 40960  # of 128 tokens, on all replicas: samples a step in micro-batches of 4, and tokens in ten
 AXIS_OF = {  # of a trainer of same_numbers: what its ranks divide
     "tp": "tp", "sp": "tp", "cp": "cp", "pp": "pp", "ep": "ep", "sharded": "zero", "muon": "zero"}
 
 
 class Fault(NamedTuple):
     name: str
-    where: str  # a step with its flags, "4 --tp_size 2"; a trainer of same_numbers, "trainer tp"; "library torch 2.13.0"
+    where: str  # a step with its flags, "4 --tp_size 2"; one of same_numbers, "trainer tp"; "library torch 2.13.0"
     sentence: str  # what is wrong, and what it does
     reported: tuple[str, ...]  # owner/name#number of issues and pull requests on GitHub, or arXiv:number
     edits: tuple[tuple[str, str, str], ...]  # file, old, new
@@ -40,10 +40,11 @@ class Fault(NamedTuple):
 
     @property
     def flags(self) -> list[str]:
-        """Of the step's train.py: 32 samples in each of ten steps, whatever the topology."""
+        """Of the step's train.py: by default 32 samples in each of ten steps, whatever the topology."""
         words = self.where.split()[1:] if self.is_step else []
         replicas = int(words[words.index("--dp_size") + 1]) if "--dp_size" in words else 1
-        return ["--gradient_accumulation_steps", str(SAMPLES // replicas), "--max_tokens", str(TOKENS), *words]
+        default = {"--gradient_accumulation_steps": SAMPLES // replicas, "--max_tokens": TOKENS}
+        return [*words, *(str(word) for pair in default.items() if pair[0] not in words for word in pair)]
 
     @property
     def axis(self) -> str:

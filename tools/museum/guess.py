@@ -46,7 +46,7 @@ def answer(fault: Fault, word: str, names: list[str]) -> tuple[str, bool]:
 
 
 def guess(axis: str = "", seed: int | None = None) -> int:
-    """Asks until the fault is named (exit code 0), or the reader gives up (1). Raises ValueError for an unknown axis."""
+    """Asks until the fault is named (exit code 0), or the reader gives up (1). ValueError: there is no such axis."""
     if axis and axis not in AXES:
         raise ValueError(f"there is no axis {axis!r}: choose one of {', '.join(AXES)}")
     names = [name for name, fault in FAULTS.items() if fault.is_step and axis in ("", fault.axis)]
