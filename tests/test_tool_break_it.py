@@ -29,6 +29,7 @@ def test_list_and_wrong_words(capsys):
     assert [line.split()[0] for line in lines] == list(FAULTS)
     for words, message in (
         (["hnag"], "there is no fault 'hnag': choose one of hang, drift,"),
+        (["stale", "--check", "bytes"], "--check bytes is not one of numbers, bytes, messages, schedule, types, with"),
         ([], "choose one of hang, drift,"),
         (["stale", "--find", "--sgd"], "--find chooses the check itself: leave --sgd out"),
         (["--find", "--", "--timeout", "20"], "--find trains a small model and chooses its flags: leave --timeout 20"),
@@ -36,6 +37,14 @@ def test_list_and_wrong_words(capsys):
         assert break_it.main(words) == 2
         error = capsys.readouterr().err
         assert error.startswith(f"break_it.py: {message}") and error.count("\n") == 1
+
+
+def test_a_fault_of_a_small_trainer_is_listed_and_found_but_not_run(monkeypatch, capsys):
+    monkeypatch.setitem(FAULTS, "f", FAULTS["partial"]._replace(name="f", where="trainer tp"))
+    assert break_it.main(["f"]) == 2 and break_it.main(["--list"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "break_it.py: f is a fault of trainer tp, not of a step: try f --find\n"
+    assert re.search("^f +trainer tp: f does nothing", shown.out, re.M)
 
 
 def test_timeouts_name_the_lines(tmp_path):
@@ -53,7 +62,7 @@ def test_the_page_shows_commands_that_exist():
     for line in commands:
         words = shlex.split(line.partition(" # ")[0])
         break_it.parse_args(words[words.index("tools/break_it.py") + 1 :])
-    walked = [*list(FAULTS)[:7], "stale", "each", "norms", "buffer"]
+    walked = "hang drift seed scale deadlock order sizes stale each norms buffer".split()
     assert all(any(f"break_it.py {name}" in line for line in commands) for name in walked)
     assert not missing_paths(PAGE, ROOT / "docs")
 

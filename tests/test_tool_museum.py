@@ -1,7 +1,6 @@
-"""The museum of faults: each is published, small, and found by the check that it names; a healthy step is no alarm."""
+"""The museum of faults: each is published, small, and found by the checks that its record names, and by no other; a
+healthy step is no alarm."""
 
-import contextlib
-import itertools
 import re
 
 import break_it
@@ -9,59 +8,39 @@ import pytest
 from break_it import FAULTS
 from lab.launch import ROOT
 from lab.program import Edit, Program
-from museum import find_faults
-from museum.find_faults import CHECKS, TOPOLOGIES, Finding
+from museum import checks, guess
+from museum.checks import CHECKS, TOPOLOGIES, Finding
 
 PAGE = (ROOT / "docs" / "DEBUGGING.md").read_text(encoding="utf-8")
 FIRST = {step: next(each for each in TOPOLOGIES if each[0] == step) for step in ("4", "5", "8", "14")}  # by default
+OWN = {(name, next(iter(fault.seen))) for name, fault in FAULTS.items() if fault.is_step}
 
 
-def test_at_least_twenty_published_faults_by_four_kinds_of_check():
-    assert len(FAULTS) >= 27
-    assert {fault.check for fault in FAULTS.values()} == CHECKS.keys()
+def test_each_record_is_small_and_published():
+    assert len(FAULTS) >= 30 and break_it.CHECKS == (*CHECKS,)
+    assert {check for fault in FAULTS.values() for check in fault.seen} == CHECKS.keys()
     for name, fault in FAULTS.items():
-        assert fault.reported and all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+|https://\S+", each) for each in fault.reported)
-        assert len(name) <= 9 and len(fault.sentence) < 110, name
-        assert sum(edit.new.count("\n") for edit in fault.edits) <= 15, name  # a programmer's mistake, not a program
+        assert fault.reported, name
+        assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+|arXiv:[\d.]+", each) for each in fault.reported), name
+        assert len(fault.sentence) < 110 and fault.seen and fault.axis in guess.AXES, name
+        assert sum(new.count("\n") for _, _, new in fault.edits) <= 15, name  # a programmer's mistake, not a program
 
 
-UNLIKE = "unlike on ranks that should hold the same"
-SEEN = {
-    "deadlock": "stage 0: before B0 it waits for B0 of stage 1",
-    "hang": "rank 1 --> rank 0     all_reduce of the ranks [0, 1]", "seed": "seed of its own",
-    "drift": "whose mean is right",
-    "early": "all 39 parameters: unlike on ranks that should hold the same, whose mean is right",
-    "scale": "4 times too large = the number of micro-batches: is the loss divided", "each": ": 4 times as many",
-    "twice": ": 2 times as many", "mean": "2 times too large = the number of replicas",
-    "samples": "rank 1 reads rank 0's",
-    "order": "they are mixed up with each other", "frozen": "the optimizer does not hold 39 of them",
-    "buffer": "rank 0 changed a tensor while it was being sent",
-    "partial": "final_norm.weight: " + UNLIKE + ", whose sum",
-    "double": "mlp.down_proj.weight: 2 times too large = the number of shards",
-    "counted": "counted once for each of them?",
-    "rate": "the learning rate was [0.0015], not [0.001]",
-    "clip": "take the norm of its own gradients for that of all?",
-    "sizes": "collectives of the ranks [0, 1] do not match", "postponed": "stage 1 never does W1",
-    "few": "stage 0 does F1, but the micro-batches are 0 to 0", "router": "mlp.router.weight: " + UNLIKE,
-    "shards": "take the norm of its own gradients for that of all?", "tied": "summed between first and last stage?",
-    "norms": "post_attention_layernorm.weight, final_norm.weight: " + UNLIKE + ", whose sum is right",
-    "targets": "the loss is wrong already, 7.03812 instead of 7.1951", "positions": "the loss is wrong already",
-    "stale": "the loss is right: look at backward", "experts": "experts.*.down_proj.weight: 2 times too large",
-    "crossed": "step4_tensor_parallel/tensor_parallel.py, changed, line 49: dist.send(tensor",
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_its_check_finds_the_fault_and_nothing_without_it(name):
+@pytest.mark.parametrize("name, check", [
+    pytest.param(name, check, marks=() if (name, check) in OWN else pytest.mark.slow)
+    for name, fault in FAULTS.items() for check in CHECKS if not checks.cannot(fault, check)])
+def test_the_checks_that_see_a_fault_are_those_of_its_record(name, check):
+    """Types of all of them in seconds: test_all_steps_types.py."""
     fault = FAULTS[name]
-    healthy, broken = find_faults.find(fault, healthy=True), find_faults.find(fault)
-    assert broken.alarm and SEEN.get(name, name) in broken.saw, broken
+    healthy, broken = checks.find(fault, check, healthy=True), checks.find(fault, check)
     assert not healthy.alarm, healthy
+    assert broken.alarm == (check in fault.seen), broken
+    assert check not in fault.seen or checks.says(fault, check, broken.saw) == (True, True), broken
 
 
 @pytest.mark.parametrize("old, times", [("no such line", 0), ("import", "[0-9]+")])
 def test_an_edit_whose_text_is_gone_is_an_error(old, times):
-    with pytest.raises(ValueError, match=f"^step4_tensor_parallel/train.py contains this text {times} times, not once:"):
+    with pytest.raises(ValueError, match=f"^step4_tensor_parallel/train.py contains this text {times} times, not"):
         Program(4, edits=[Edit("train.py", old, "new")])
     with pytest.raises(ValueError, match="^there is no nothing.py in step4_tensor_parallel"):
         Program(4, edits=[Edit("nothing.py", old, "new")])
@@ -71,18 +50,7 @@ def test_an_edit_whose_text_is_gone_is_an_error(old, times):
 @pytest.mark.parametrize("step, ranks, flags", [
     pytest.param(*each, marks=() if each == FIRST.get(each[0]) else pytest.mark.slow) for each in TOPOLOGIES])
 def test_no_alarm_on_a_healthy_topology(step, ranks, flags):
-    assert find_faults.healthy_alarms(step, flags) == []
-
-
-@pytest.mark.slow
-def test_how_many_faults_each_check_finds():
-    counts = dict.fromkeys(CHECKS, 0)
-    for fault, name in itertools.product(FAULTS.values(), CHECKS):
-        with contextlib.suppress(find_faults.Violation, KeyError):  # it stops before there is anything to compare
-            counts[name] += find_faults.find(fault, check=name).alarm
-    first, *others, last = (f"{name} {count}" for name, count in counts.items())
-    words = f"{first.replace(' ', ' finds ')} of these {len(FAULTS)}, {', '.join(others)} and {last}"
-    assert words in PAGE, words
+    assert checks.healthy_alarms(step, flags) == []
 
 
 def test_one_process_keeps_what_is_not_about_ranks():
@@ -94,24 +62,56 @@ def test_one_process_keeps_what_is_not_about_ranks():
                                            "--gradient_accumulation_steps 12").split()
 
 
-def test_the_command(monkeypatch, capsys):
-    saw = "deadlock:\n  rank 0 waits"
-    monkeypatch.setattr(find_faults, "find", lambda fault, healthy=False: Finding(not healthy, saw))
+def test_find(monkeypatch, capsys):
+    saw, all_of_them = "deadlock:\n  rank 0 waits", f"of {len(FAULTS)} caught"
+    monkeypatch.setattr(checks, "find", lambda fault, check, healthy=False: Finding(not healthy, saw))
     assert break_it.main(["stale", "--find"]) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "without stale: same: no alarm: deadlock:", "  rank 0 waits", "with stale: same: ALARM: deadlock:",
+        "without stale: numbers: no alarm: deadlock:", "  rank 0 waits", "with stale: numbers: ALARM: deadlock:",
         "  rank 0 waits"]
+    assert break_it.main(["stale", "--find", "--check", "types"]) == 1
+    assert "with stale: types: ALARM" in capsys.readouterr().out
     assert break_it.main(["stale", "--find", "--healthy"]) == break_it.main(["--find"]) == 0
-    assert capsys.readouterr().out.endswith(f"\n{len(FAULTS)} of {len(FAULTS)} caught, no alarms without a fault\n")
-    monkeypatch.setattr(find_faults, "find", lambda fault, healthy=False: Finding(healthy, ""))
-    monkeypatch.setattr(find_faults, "healthy_alarms", lambda step, flags: ["norm: x"] * (step == "3"))
-    assert break_it.main(["--find"]) == break_it.main(["--find", "--healthy"]) == 1
+    assert capsys.readouterr().out.endswith(f"\n{len(FAULTS)} {all_of_them}, no alarms without a fault\n")
+    monkeypatch.setattr(checks, "find", lambda fault, check, healthy=False: Finding(False, "no pipeline", tried=False))
+    assert break_it.main(["--find", "--check", "schedule"]) == 0  # it is not the check that shows them
+    assert f"0 {all_of_them}, {len(FAULTS)} not tried, no alarms" in capsys.readouterr().out
+    monkeypatch.setattr(checks, "find", lambda fault, check, healthy=False: Finding(healthy, ""))
+    monkeypatch.setattr(checks, "healthy_alarms", lambda step, flags, names: ["numbers: x"] * (step == "3"))
+    assert break_it.main(["--find"]) == break_it.main(["--find", "--healthy", "--check", "numbers"]) == 1
     shown = capsys.readouterr().out
-    assert f"0 of {len(FAULTS)} caught, {len(FAULTS)} alarms" in shown
-    assert "step  3, 1 rank, no flags: norm: x\n" in shown
+    assert f"0 {all_of_them}, {len(FAULTS)} alarms" in shown
+    assert "step  3, 1 rank, no flags: numbers: x\n" in shown
+    assert shown.endswith(f"1 alarms: numbers on {len(TOPOLOGIES)} healthy topologies\n")
 
 
-def test_the_page_names_each_fault_its_check_and_its_report():
-    for name, fault in FAULTS.items():
-        item = re.search(rf"^- `{name}` \({fault.check}\): (?:.+\n)(?:  .+\n)*", PAGE, re.M)
-        assert item and fault.reported[0] in item[0], name
+def test_guess(monkeypatch, capsys):
+    """What is typed decides, and the end of the input ends it, as Ctrl-C does."""
+    def typed(*words: str, end: type[BaseException] = EOFError) -> tuple[int, str]:
+        replies = iter(words)
+        monkeypatch.setattr("builtins.input", lambda _: next(replies, None) or raises(end))
+        return break_it.main(["--guess", "cp", "--seed", "1"]), capsys.readouterr().out
+
+    def raises(error):
+        raise error
+
+    monkeypatch.setattr(checks, "find", lambda fault, check="": Finding(True, f"{fault.name} seen"))
+    code, shown = typed()
+    name = re.search(r"\nIt is (\w+): ", shown)[1]
+    names = re.findall(r"^    (\w+) ", shown, re.M)
+    assert code == 1 and name in names and re.search(r"is in (\S+/step15_\S+):\n", shown)
+    assert names == [each for each, fault in FAULTS.items() if fault.is_step and fault.axis == "cp"]
+    assert typed(end=KeyboardInterrupt)[0] == 130
+    wrong = next(each for each in names if each != name)
+    code, shown = typed("bytes", "hm", wrong, name)
+    assert code == 0
+    for words in (f"\nALARM: {name} seen\n", "\ntype a check (numbers, bytes, ",
+                  f"\nNo, it is not {wrong}. Of the checks, numbers would show it soonest.\n",
+                  f"\nYes: {FAULTS[name].sentence}\nnumbers shows it soonest: {name} "):
+        assert words in shown, words
+    code, shown = typed("diff")
+    assert code == 1 and f"\n+++ step15_context_parallel/{FAULTS[name].edits[0][0]}, in a copy" in shown
+    code, shown = typed("loss")
+    assert "\nstep 1: loss 7." in shown and " in one process\n" in shown
+    assert break_it.main(["--guess", "xp"]) == 2
+    assert capsys.readouterr().err.startswith("break_it.py: there is no axis 'xp': choose one of dp, zero, tp, ")

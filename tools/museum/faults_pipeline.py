@@ -47,5 +47,6 @@ FAULTS = (
     Fault("postponed", "10 --pp_size 2 --pp_engine zb",
           "The weights' gradients that are still postponed when backward ends are never computed.",
           ("deepspeedai/Megatron-DeepSpeed#442",), (("pipeline_parallel.py", "    yield from waiting\n", ""),),
-          {"schedule": "stage 1 never does W1", "numbers": ("15 of 39 parameters", r"the micro-batches \[3\] of one process leave nothing")}),
+          {"schedule": "stage 1 never does W1",
+           "numbers": ("15 of 39 parameters", r"the micro-batches \[3\] of one process leave nothing")}),
 )
