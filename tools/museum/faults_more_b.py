@@ -103,8 +103,9 @@ FAULTS = (
     Fault("averaged", EP, "Ranks average their norms, and each has other experts: the norm is not that of the model.",
           ("deepspeedai/DeepSpeed#8475", "deepspeedai/DeepSpeed#8478"),
           (("tensor_parallel.py", ' * (grid.dp_rank == grid.ep_rank * (".experts." in name))', ""),
-           ("tensor_parallel.py", "    dist.all_reduce(squares)\n", "    squares = squares.sqrt() / dist.get_world_size()"
-            "\n    dist.all_reduce(squares)\n    squares = squares ** 2\n")), {"numbers": NORM}),
+           ("tensor_parallel.py", "    dist.all_reduce(squares)\n",
+            "    squares = squares.sqrt() / dist.get_world_size()\n"
+            "    dist.all_reduce(squares)\n    squares = squares ** 2\n")), {"numbers": NORM}),
     Fault("omitted", EP + " --tp_size 2", "The norm omits parts of experts that are not tp rank 0's.",
           ("NVIDIA/Megatron-LM#5916",),
           (("tensor_parallel.py", "(grid.tp_rank == 0 or param in split)]",
