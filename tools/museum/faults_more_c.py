@@ -1,0 +1,171 @@
+"""Faults of pipelines: stages, chunks, messages between stages, process groups, and ranks that part from each other."""
+
+from museum.fault import Fault
+
+TIED = (("train.py", '    with torch.device("meta"):',
+         '    config.tie_word_embeddings = True\n    with torch.device("meta"):'),)
+WAIT_AT_ONCE = (("data_parallel.py", '        self.handle = timeline.background(handle, "all-reduce")\n',
+                 '        self.handle = timeline.background(handle, "all-reduce")\n        handle.wait()\n'),)
+NO_ASSERTION = ("data_parallel.py", 'assert bucket.handle is None, "call finish_gradient_sync() after the last backward, '
+                'or replicas drift apart"', "if bucket.handle is not None:\n            return")
+SYNC = "            model.require_backward_grad_sync = i == num_microbatches - 1\n"
+
+FAULTS = (
+    Fault("gaps", "7 --pp_size 3", "A stage's first layer is its rank times its own number of layers: gaps and repeats.",
+          ("ml-explore/mlx-lm#1816", "ml-explore/mlx-lm#1688"),
+          (("pipeline_parallel.py", 'torch.arange(num_layers, device="cpu").tensor_split(grid.pp_world_size)'
+            '[grid.pp_rank].tolist()', 'range(grid.pp_rank * (size := -((grid.pp_rank - num_layers) // '
+            'grid.pp_world_size)), (grid.pp_rank + 1) * size)'),),
+          {}),
+    Fault("offset", "7 --pp_size 2", "Stages count their layers from 0 without an offset: all hold the first layers.",
+          ("huggingface/transformers#24381",),
+          (("pipeline_parallel.py", "tensor_split(grid.pp_world_size)[grid.pp_rank].tolist()",
+            "tensor_split(grid.pp_world_size)[0].tolist()"),),
+          {}),
+    Fault("alike", "7 --pp_size 2", "Every stage draws from the same seed: its layers begin as those of the first stage.",
+          ("Modalities/modalities#426", "pytorch/pytorch#139304"),
+          (("model.py", "import hashlib\n", "import hashlib\nimport re\n"),
+           ("model.py", 'hashlib.sha256(f"{seed} {name}".encode())', 'hashlib.sha256(re.sub(r"\\d+", lambda i: '
+            'str(int(i[0]) % len(model.decoder_layers)), f"{name}").encode())'),),
+          {}),
+    Fault("copies", "7 --pp_size 2", "The gradient norm counts a tied embedding on the first and on the last stage.",
+          ("NVIDIA/Megatron-LM#7228", "NVIDIA/Megatron-LM#7227"),
+          (("tensor_parallel.py", '(grid.pp_is_first_stage or name != "embedding.weight") and ', ""),),
+          {}, TIED),
+    Fault("swapped", "11 --pp_size 2 --virtual_stages 2 --pp_engine interleaved",
+          "Both neighbours are one rank, and all messages one group: outputs and gradients change places.",
+          ("NVIDIA/Megatron-LM#5271", "NVIDIA/Megatron-LM#1450"),
+          (("pipeline_parallel.py", "return rank, groups[action.kind][chunk != action.chunk]",
+            "return rank, grid.pp_group"),),
+          {}),
+    Fault("armed", "8 --dp_size 2 --pp_size 2", "The last forward arms the all-reduce, which an earlier backward starts.",
+          ("meta-pytorch/torchrec#4758",),
+          (("pipeline_parallel.py", SYNC, ""),
+           ("pipeline_parallel.py", '        if action.kind == "F":\n', '        if action.kind == "F":\n' + SYNC),
+           NO_ASSERTION),
+          {}, WAIT_AT_ONCE),
+    Fault("repeated", "8 --pp_size 2", "Micro-batches are not sliced: each of a step is the first one again.",
+          ("ooples/AiDotNet#845",),
+          (("pipeline_parallel.py", "from collections import deque\n", "import itertools\nfrom collections import deque\n"),
+           ("pipeline_parallel.py", "    model.peak_live_activations = 0\n", "    model.peak_live_activations = 0\n"
+            "    source, data_loader.batches = data_loader.batches, itertools.repeat(next(data_loader.batches))\n"),
+           ("pipeline_parallel.py", "    communication.finish()\n    if",
+            "    communication.finish()\n    data_loader.batches = source\n    if")),
+          {}),
+    Fault("wiped", "8 --pp_size 2", "The stage is prepared anew before each backward, which drops the gradients so far.",
+          ("NVIDIA-NeMo/Automodel#3530",), (("pipeline_parallel.py", SYNC, SYNC + "            model.zero_grad()\n"),),
+          {}),
+    Fault("halves", "10 --dp_size 2 --pp_size 2 --pp_engine zb",
+          "The last B counts for the last backward: an all-reduce begins before the last W.",
+          ("pytorch/pytorch#139415",),
+          (("pipeline_parallel.py", "model.require_backward_grad_sync = i == num_microbatches - 1",
+            'model.require_backward_grad_sync = ("B", num_microbatches - 1) in actions[: k + 1]'), NO_ASSERTION),
+          {}, WAIT_AT_ONCE),
+    Fault("divisor", "7 --dp_size 2 --pp_size 2", "The loss that is logged is divided by all ranks, not by the replicas.",
+          ("Modalities/modalities#399",),
+          (("data_parallel.py", "loss /= grid.dp_world_size", "loss /= grid.world_size"),),
+          {}),
+    Fault("logged", "7 --dp_size 2 --pp_size 2", "The rank that logs is a last stage only if stages were outermost.",
+          ("pytorch/torchtitan#383",),
+          (("process_group_manager.py", "self.is_logging_rank = self.dp_rank == 0 and self.tp_rank == 0 and "
+            "self.pp_is_last_stage", "self.is_logging_rank = self.global_rank == self.world_size // pp_size * "
+            "(pp_size - 1)"),),
+          {}),
+    Fault("wires", "7 --pp_size 2", "The first message between stages is received in a type other than it is sent.",
+          ("pytorch/pytorch#165539",),
+          (("pipeline_parallel.py", "dist.recv(token, grid.pp_prev_rank", "dist.recv(token.long(), grid.pp_prev_rank"),),
+          {}),
+    Fault("lossbits", "7 --pp_size 2", "The last stage sends the loss in its own type, which other stages do not take.",
+          ("deepspeedai/DeepSpeed#4726",),
+          (("train.py", "        loss = all_reduce_loss_across_dp_ranks(loss)\n",
+            "        loss = all_reduce_loss_across_dp_ranks(loss.bfloat16() if grid.pp_is_last_stage else loss)\n"),),
+          {}, (("train.py", '        with timeline.span("gradient norm"):', "        dist.broadcast(loss, "
+                'grid.ranks[grid.dp_rank, -1, grid.tp_rank].item(), grid.pp_group)\n        with timeline.span('
+                '"gradient norm"):'),
+               ("train.py", "            loss = train_step(args, model, data_loader)\n",
+                "            loss = train_step(args, model, data_loader).to(dtype)\n"))),
+    Fault("source", "7 --dp_size 2 --pp_size 2", "A broadcast names its source by the rank in the group, not by that of all.",
+          ("OpenPipe/ART#919", "meta-pytorch/torchrec#4601"),
+          (("train.py", "grid.ranks[grid.dp_rank, -1, grid.tp_rank].item()", "grid.pp_world_size - 1"),),
+          {}, (("train.py", '        with timeline.span("gradient norm"):', "        dist.broadcast(loss.to(dtype), "
+                'grid.ranks[grid.dp_rank, -1, grid.tp_rank].item(), grid.pp_group)\n        with timeline.span('
+                '"gradient norm"):'),)),
+    Fault("peers", "7 --dp_size 2 --pp_size 2", "Messages go to the rank whose number is the stage, whatever the replica.",
+          ("microsoft/onnxruntime#5815",),
+          (("process_group_manager.py", "stages[self.pp_rank - 1].item()", "self.pp_rank - 1"),
+           ("process_group_manager.py", "stages[self.pp_rank + 1].item()", "self.pp_rank + 1")),
+          {}),
+    Fault("creation", "7 --dp_size 2 --pp_size 2", "Ranks make only their own groups, as if the others need not take part.",
+          ("NVIDIA-NeMo/Megatron-Bridge#4985",),
+          (("process_group_manager.py", "timeout, use_local_synchronization=True)", "timeout)"),),
+          {}),
+    Fault("uneven", "5 --dp_size 2", "Each replica counts its steps by its own samples: the one with fewer ends early.",
+          ("GMISWE/tinker-cloud#30", "argonne-lcf/dlio_benchmark#339"),
+          (("train.py", "    for step in range(1, num_steps + 1):",
+            "    for step in range(1, num_steps + 1 - grid.dp_rank):"),),
+          {}),
+    Fault("stops", "7 --pp_size 2", "Only the stage that knows the loss stops early: the others wait for it for ever.",
+          ("talmolab/sleap-nn#471", "isi-nlp/rtg#11"),
+          (("train.py", "        scheduler.step()\n", "        scheduler.step()\n        if 0 < loss.item() < 100:\n"
+            "            break\n"),),
+          {}),
+    Fault("skips", "5 --dp_size 2", "A replica without valid tokens skips the backward that would sum its gradients.",
+          ("NVIDIA-NeMo/Automodel#2468",),
+          (("train.py", "        if torch.is_grad_enabled():", "        if torch.is_grad_enabled() and "
+            "(i < num_microbatches - 1 or pgm.process_group_manager.dp_rank == 0):"),),
+          {}),
+    Fault("onesided", "7 --pp_size 2", "Only the first stage sums the tied embedding's gradient, and waits for the last.",
+          ("dylanyunlon/Neuron_SP#51",),
+          (("pipeline_parallel.py", "    if stage.config.tie_word_embeddings and stage.embedding is not None:",
+            "    if stage.config.tie_word_embeddings and pgm.process_group_manager.pp_is_first_stage:"),),
+          {}, TIED),
+    Fault("deferred", "10 --dp_size 2 --pp_size 2 --pp_engine zb",
+          "The last postponed gradients are computed behind the all-reduce: each replica adds its own.",
+          ("NVIDIA/Megatron-LM#1012",),
+          (("pipeline_parallel.py", "        else:\n            with timeline.span(\"weight gradients\"",
+            "        elif i < num_microbatches - 1:\n            with timeline.span(\"weight gradients\""),
+           ("pipeline_parallel.py", "        model.finish_gradient_sync()\n", "        model.finish_gradient_sync()\n"
+            "        model.require_backward_grad_sync = False\n        for entries in alive.values():\n"
+            "            weight_gradients.add_weight_gradients(entries, model)\n")),
+          {}),
+    Fault("pool", "8 --pp_size 2", "There are as many buffers as live micro-batches: one is received into while it is used.",
+          ("deepspeedai/DeepSpeed#2800",),
+          (("pipeline_parallel.py", "        self.sending: deque[tuple] = deque()\n",
+            "        self.sending: deque[tuple] = deque()\n        self.pool = {}\n"),
+           ("pipeline_parallel.py", "            source, group = self.source[action.kind], self.group[action.kind]\n",
+            "            grid = pgm.process_group_manager\n            buffer = self.pool.setdefault((action.kind, "
+            "action.microbatch % (grid.pp_world_size - grid.pp_rank)), buffer).detach()\n"
+            "            source, group = self.source[action.kind], self.group[action.kind]\n")),
+          {}),
+    Fault("chunks", "11 --pp_size 2 --virtual_stages 2 --pp_engine interleaved",
+          "Backward takes a rank's chunks in the order of forward: the first one waits for the last for ever.",
+          ("pytorch/PiPPy#957", "yuyangJin/PerFlow-AI#38"),
+          (("virtual_stages.py", "else reversed(range(num_chunks))", "else range(num_chunks)"),),
+          {}),
+    Fault("fewer", "13 --dp_size 2 --zero 3", "A rank that drops samples runs a micro-batch less, and gathers fewer weights.",
+          ("lightseekorg/TorchSpec#126", "dylanyunlon/Neuron_SP#591"),
+          (("pipeline_parallel.py", "pgm.process_group_manager, data_loader.gradient_accumulation_steps\n",
+            "pgm.process_group_manager, data_loader.gradient_accumulation_steps\n"
+            "    num_microbatches -= grid.dp_rank\n"),),
+          {}),
+    Fault("shared", "10 --pp_size 2 --pp_engine zb", "Divided backward adds the gradient of a shared weight twice.",
+          ("pytorch/pytorch#181365",),
+          (("weight_gradients.py", "        grad, x = grad.flatten(0, -2).t(), x.flatten(0, -2)",
+            "        if model.module.embedding and weight is model.module.embedding.weight:\n            grad = 2 * grad\n"
+            "        grad, x = grad.flatten(0, -2).t(), x.flatten(0, -2)"),),
+          {}, TIED),
+    Fault("resent", "7 --pp_size 2", "The first stage sends the tied embedding to the last one for each micro-batch.",
+          ("alpa-projects/alpa#324",),
+          (("pipeline_parallel.py", '            with timeline.span("forward", i):\n',
+            "            if model.module.embedding is not None:\n                dist.broadcast(model.module.embedding."
+            'weight.data, grid.ranks[grid.dp_rank, 0, grid.tp_rank].item(), grid.pp_ends_group)\n'
+            '            with timeline.span("forward", i):\n'),),
+          {}, TIED),
+    Fault("cooldown", "8 --dp_size 2 --pp_size 2", "Only a cool-down averages gradients, and the last stage has none.",
+          ("huggingface/picotron#5",),
+          (("pipeline_parallel.py", "= i == num_microbatches - 1\n", "= i == num_microbatches - 1 and not "
+            "grid.pp_is_last_stage\n"),
+           ("pipeline_parallel.py", "        model.finish_gradient_sync()\n",
+            "        if not grid.pp_is_last_stage:\n            model.finish_gradient_sync()\n")),
+          {}),
+)
