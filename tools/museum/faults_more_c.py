@@ -25,8 +25,8 @@ FAULTS = (
     Fault("alike", "7 --pp_size 2", "Every stage draws from the same seed: its layers begin as those of the first stage.",
           ("Modalities/modalities#426", "pytorch/pytorch#139304"),
           (("model.py", "import hashlib\n", "import hashlib\nimport re\n"),
-           ("model.py", 'hashlib.sha256(f"{seed} {name}".encode())', 'hashlib.sha256(re.sub(r"\\d+", lambda i: '
-            'str(int(i[0]) % len(model.decoder_layers)), f"{name}").encode())'),),
+           ("model.py", 'hashlib.sha256(f"{seed} {name}".encode())', 'hashlib.sha256(f"{seed} {re.sub("[0-9]+", '
+            'lambda i: str(int(i[0]) % len(model.decoder_layers)), name)}".encode())'),),
           {}),
     Fault("copies", "7 --pp_size 2", "The gradient norm counts a tied embedding on the first and on the last stage.",
           ("NVIDIA/Megatron-LM#7228", "NVIDIA/Megatron-LM#7227"),
@@ -36,7 +36,9 @@ FAULTS = (
           "Both neighbours are one rank, and all messages one group: outputs and gradients change places.",
           ("NVIDIA/Megatron-LM#5271", "NVIDIA/Megatron-LM#1450"),
           (("pipeline_parallel.py", "return rank, groups[action.kind][chunk != action.chunk]",
-            "return rank, grid.pp_group"),),
+            "return rank, grid.pp_group"),
+           ("pipeline_parallel.py", 'for upcoming in (action for action in actions[k : k + 1 + communication.receives_ahead] '
+            'if action.kind != "W"):', "for upcoming in sorted(actions[k : k + 1 + communication.receives_ahead]):")),
           {}),
     Fault("armed", "8 --dp_size 2 --pp_size 2", "The last forward arms the all-reduce, which an earlier backward starts.",
           ("meta-pytorch/torchrec#4758",),
@@ -46,11 +48,10 @@ FAULTS = (
           {}, WAIT_AT_ONCE),
     Fault("repeated", "8 --pp_size 2", "Micro-batches are not sliced: each of a step is the first one again.",
           ("ooples/AiDotNet#845",),
-          (("pipeline_parallel.py", "from collections import deque\n", "import itertools\nfrom collections import deque\n"),
-           ("pipeline_parallel.py", "    model.peak_live_activations = 0\n", "    model.peak_live_activations = 0\n"
-            "    source, data_loader.batches = data_loader.batches, itertools.repeat(next(data_loader.batches))\n"),
-           ("pipeline_parallel.py", "    communication.finish()\n    if",
-            "    communication.finish()\n    data_loader.batches = source\n    if")),
+          (("pipeline_parallel.py", "    model.peak_live_activations = 0\n",
+            "    model.peak_live_activations = 0\n    data_loader.first = None\n"),
+           ("pipeline_parallel.py", '    x = batch["input_ids"] if', "    batch = data_loader.first = data_loader.first or batch\n"
+            '    x = batch["input_ids"] if')),
           {}),
     Fault("wiped", "8 --pp_size 2", "The stage is prepared anew before each backward, which drops the gradients so far.",
           ("NVIDIA-NeMo/Automodel#3530",), (("pipeline_parallel.py", SYNC, SYNC + "            model.zero_grad()\n"),),
@@ -65,33 +66,12 @@ FAULTS = (
           ("Modalities/modalities#399",),
           (("data_parallel.py", "loss /= grid.dp_world_size", "loss /= grid.world_size"),),
           {}),
-    Fault("logged", "7 --dp_size 2 --pp_size 2", "The rank that logs is a last stage only if stages were outermost.",
-          ("pytorch/torchtitan#383",),
-          (("process_group_manager.py", "self.is_logging_rank = self.dp_rank == 0 and self.tp_rank == 0 and "
-            "self.pp_is_last_stage", "self.is_logging_rank = self.global_rank == self.world_size // pp_size * "
-            "(pp_size - 1)"),),
-          {}),
     Fault("wires", "7 --pp_size 2", "The first message between stages is received in a type other than it is sent.",
           ("pytorch/pytorch#165539",),
           (("pipeline_parallel.py", "dist.recv(token, grid.pp_prev_rank", "dist.recv(token.long(), grid.pp_prev_rank"),),
           {}),
-    Fault("lossbits", "7 --pp_size 2", "The last stage sends the loss in its own type, which other stages do not take.",
-          ("deepspeedai/DeepSpeed#4726",),
-          (("train.py", "        loss = all_reduce_loss_across_dp_ranks(loss)\n",
-            "        loss = all_reduce_loss_across_dp_ranks(loss.bfloat16() if grid.pp_is_last_stage else loss)\n"),),
-          {}, (("train.py", '        with timeline.span("gradient norm"):', "        dist.broadcast(loss, "
-                'grid.ranks[grid.dp_rank, -1, grid.tp_rank].item(), grid.pp_group)\n        with timeline.span('
-                '"gradient norm"):'),
-               ("train.py", "            loss = train_step(args, model, data_loader)\n",
-                "            loss = train_step(args, model, data_loader).to(dtype)\n"))),
-    Fault("source", "7 --dp_size 2 --pp_size 2", "A broadcast names its source by the rank in the group, not by that of all.",
-          ("OpenPipe/ART#919", "meta-pytorch/torchrec#4601"),
-          (("train.py", "grid.ranks[grid.dp_rank, -1, grid.tp_rank].item()", "grid.pp_world_size - 1"),),
-          {}, (("train.py", '        with timeline.span("gradient norm"):', "        dist.broadcast(loss.to(dtype), "
-                'grid.ranks[grid.dp_rank, -1, grid.tp_rank].item(), grid.pp_group)\n        with timeline.span('
-                '"gradient norm"):'),)),
     Fault("peers", "7 --dp_size 2 --pp_size 2", "Messages go to the rank whose number is the stage, whatever the replica.",
-          ("microsoft/onnxruntime#5815",),
+          ("OpenPipe/ART#919", "microsoft/onnxruntime#5815"),
           (("process_group_manager.py", "stages[self.pp_rank - 1].item()", "self.pp_rank - 1"),
            ("process_group_manager.py", "stages[self.pp_rank + 1].item()", "self.pp_rank + 1")),
           {}),
@@ -128,15 +108,6 @@ FAULTS = (
             "        model.require_backward_grad_sync = False\n        for entries in alive.values():\n"
             "            weight_gradients.add_weight_gradients(entries, model)\n")),
           {}),
-    Fault("pool", "8 --pp_size 2", "There are as many buffers as live micro-batches: one is received into while it is used.",
-          ("deepspeedai/DeepSpeed#2800",),
-          (("pipeline_parallel.py", "        self.sending: deque[tuple] = deque()\n",
-            "        self.sending: deque[tuple] = deque()\n        self.pool = {}\n"),
-           ("pipeline_parallel.py", "            source, group = self.source[action.kind], self.group[action.kind]\n",
-            "            grid = pgm.process_group_manager\n            buffer = self.pool.setdefault((action.kind, "
-            "action.microbatch % (grid.pp_world_size - grid.pp_rank)), buffer).detach()\n"
-            "            source, group = self.source[action.kind], self.group[action.kind]\n")),
-          {}),
     Fault("chunks", "11 --pp_size 2 --virtual_stages 2 --pp_engine interleaved",
           "Backward takes a rank's chunks in the order of forward: the first one waits for the last for ever.",
           ("pytorch/PiPPy#957", "yuyangJin/PerFlow-AI#38"),
@@ -167,5 +138,19 @@ FAULTS = (
             "grid.pp_is_last_stage\n"),
            ("pipeline_parallel.py", "        model.finish_gradient_sync()\n",
             "        if not grid.pp_is_last_stage:\n            model.finish_gradient_sync()\n")),
+          {}),
+    Fault("labels", "7 --pp_size 2", "The first stage sends the targets and waits, the last one first takes its input.",
+          ("tdrussell/diffusion-pipe#409",),
+          (("pipeline_parallel.py", '    x = batch["input_ids"] if', "    if grid.pp_is_first_stage:\n"
+            '        dist.send(batch["target_ids"], grid.pp_next_rank, grid.pp_ends_group)\n    else:\n'
+            '        dist.recv(batch["target_ids"], grid.pp_prev_rank, grid.pp_ends_group)\n'
+            '    x = batch["input_ids"] if'),),
+          {}),
+    Fault("parts", "11 --pp_size 2 --virtual_stages 2 --pp_engine interleaved",
+          "Each chunk is clipped by the norm of its own gradients, not by that of the whole model.",
+          ("pytorch/torchtitan#649",),
+          (("train.py", "grad_norm = clip_grad_norm(model.module, args.max_grad_norm)",
+            "grad_norm = max(clip_grad_norm(torch.nn.ModuleList(part), args.max_grad_norm) for part in zip("
+            "*[iter(model.module.decoder_layers.values())] * (len(model.module.decoder_layers) // args.virtual_stages)))"),),
           {}),
 )
