@@ -7,8 +7,7 @@ TIED = (("train.py", '    with torch.device("meta"):',
 WAIT_AT_ONCE = (("data_parallel.py", '        self.handle = timeline.background(handle, "all-reduce")\n',
                  '        self.handle = timeline.background(handle, "all-reduce")\n        handle.wait()\n'),)
 NO_ASSERTION = ("data_parallel.py", 'assert bucket.handle is None, "call finish_gradient_sync() after the last '
-  'backward, '
-                'or replicas drift apart"', "if bucket.handle is not None:\n            return")
+                'backward, or replicas drift apart"', "if bucket.handle is not None:\n            return")
 SYNC = "            model.require_backward_grad_sync = i == num_microbatches - 1\n"
 
 FAULTS = (
@@ -41,8 +40,7 @@ FAULTS = (
           (("pipeline_parallel.py", "return rank, groups[action.kind][chunk != action.chunk]",
             "return rank, grid.pp_group"),
            ("pipeline_parallel.py", 'for upcoming in (action for action in actions[k : k + 1 + '
-             'communication.receives_ahead] '
-            'if action.kind != "W"):', "for upcoming in sorted(actions[k : k + 1 + communication.receives_ahead]):")),
+            'communication.receives_ahead] if action.kind != "W"):', "for upcoming in sorted(actions[k : k + 1 + communication.receives_ahead]):")),
           {"numbers": "the loss is wrong already"}),
     Fault("armed", "8 --dp_size 2 --pp_size 2",
           "The last forward arms the all-reduce, which an earlier backward starts.",
@@ -51,13 +49,13 @@ FAULTS = (
            ("pipeline_parallel.py", '        if action.kind == "F":\n', '        if action.kind == "F":\n' + SYNC),
            NO_ASSERTION),
           {"numbers": (r"ranks \[0, 2\]", "never averaged over ranks"), "types": "P is added to R on axis dp"},
-            WAIT_AT_ONCE),
+          WAIT_AT_ONCE),
     Fault("repeated", "8 --pp_size 2", "Micro-batches are not sliced: each of a step is the first one again.",
           ("ooples/AiDotNet#845",),
           (("pipeline_parallel.py", "    model.peak_live_activations = 0\n",
             "    model.peak_live_activations = 0\n    data_loader.first = None\n"),
            ("pipeline_parallel.py", '    x = batch["input_ids"] if', "    batch = data_loader.first = "
-             "data_loader.first or batch\n"
+            "data_loader.first or batch\n"
             '    x = batch["input_ids"] if')),
           {"numbers": ("samples", "3 of 4 are read by nobody")}),
     Fault("wiped", "8 --pp_size 2",
@@ -137,15 +135,13 @@ FAULTS = (
           ("pytorch/pytorch#181365",),
           (("weight_gradients.py", "        grad, x = grad.flatten(0, -2).t(), x.flatten(0, -2)",
             "        if model.module.embedding and weight is model.module.embedding.weight:\n            grad = 2 * "
-            "grad\n"
-            "        grad, x = grad.flatten(0, -2).t(), x.flatten(0, -2)"),),
+            "grad\n        grad, x = grad.flatten(0, -2).t(), x.flatten(0, -2)"),),
           {"numbers": "gradients, embedding.weight: wrong"}, TIED),
     Fault("resent", "8 --pp_size 2", "The first stage sends the tied embedding to the last one for each micro-batch.",
           ("alpa-projects/alpa#324",),
           (("pipeline_parallel.py", "        i, received = action.microbatch, communication.receive(action)\n",
-            '        if action.kind == "F" and model.module.embedding is not None:\n            '
-            'dist.broadcast(model.module.'
-            "embedding.weight.data, grid.ranks[grid.dp_rank, 0, grid.tp_rank].item(), grid.pp_ends_group)\n"
+            '        if action.kind == "F" and model.module.embedding is not None:\n            dist'
+            ".broadcast(model.module.embedding.weight.data, grid.ranks[grid.dp_rank, 0, grid.tp_rank].item(), grid.pp_ends_group)\n"
             "        i, received = action.microbatch, communication.receive(action)\n"),),
           {"bytes": "times as many", "types": "missing axis pp"}, TIED),
     Fault("cooldown", "8 --dp_size 2 --pp_size 2", "Only a cool-down averages gradients, and the last stage has none.",
@@ -155,7 +151,7 @@ FAULTS = (
            ("pipeline_parallel.py", "        model.finish_gradient_sync()\n",
             "        if not grid.pp_is_last_stage:\n            model.finish_gradient_sync()\n")),
           {"numbers": (r"ranks \[1, 3\]", "never averaged over ranks"), "bytes": "rank 1 sends .*: 0.016"}),
-    Fault("labels", "7 --pp_size 2", "The first stage sends the targets and waits, the last one first takes its input.",
+    Fault("unasked", "7 --pp_size 2", "The first stage sends the targets and waits, the last one first takes its input.",
           ("tdrussell/diffusion-pipe#409",),
           (("pipeline_parallel.py", '    x = batch["input_ids"] if', "    if grid.pp_is_first_stage:\n"
             '        dist.send(batch["target_ids"], grid.pp_next_rank, grid.pp_ends_group)\n    else:\n'
