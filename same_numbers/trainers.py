@@ -83,7 +83,7 @@ def main():
     args = parser.parse_args()
     known = faults(TRAINERS[args.kind])
     if args.fault and args.fault not in known:
-        parser.error(f"--fault {args.fault} is none of {args.kind}: use {' or '.join(known)}")
+        parser.error(f"--fault {args.fault} is none of {args.kind}: use {' or '.join(known) or 'none'}")
     torch.set_default_dtype(getattr(torch, args.dtype))
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group("gloo")

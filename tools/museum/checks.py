@@ -24,8 +24,7 @@ from lab.watch.schedule import check_schedules
 from museum import trainers
 from museum.fault import Fault
 
-NOT_TYPED = {"pp": "torch.distributed.pipelining sends objects", "ddp": "DDP's hooks are C++",
-             "sharded": "ZeRO's sums are sends and receives of unlike parts"}
+NOT_TYPED = {"pp": "torch.distributed.pipelining sends objects", "ddp": "DDP's hooks are C++"}
 STOPPED = Violation, KeyError  # of ranks that do not come to an end
 STEPS_RUN, STEPS_RECORDED, FEW_MICROBATCHES = 2, 3, ("--gradient_accumulation_steps", "4")
 

@@ -1,11 +1,8 @@
-"""All faults, by name. A module of more of them is a word in MODULES."""
+"""All faults, by name."""
 
-import importlib
-import importlib.util
-
+from museum import (
+    faults_data, faults_model, faults_more_b, faults_more_c, faults_pipeline, faults_trainers)
 from museum.fault import Fault
 
-MODULES = ("data", "model", "pipeline", "trainers", "more_a", "more_b", "more_c")
-FAULTS: dict[str, Fault] = {
-    fault.name: fault for module in MODULES if importlib.util.find_spec(f"museum.faults_{module}")
-    for fault in importlib.import_module(f"museum.faults_{module}").FAULTS}
+LISTS = (faults_data, faults_model, faults_pipeline, faults_trainers, faults_more_b, faults_more_c)
+FAULTS: dict[str, Fault] = {fault.name: fault for each in LISTS for fault in each.FAULTS}
