@@ -3,15 +3,13 @@
     python tools/museum/page.py [--jobs 2]      # writes the page, when all faults are done: 15 s a fault and core
     python tools/museum/page.py samples each    # prints the rows of these, and writes nothing
 
-Nothing of the page is written by hand. Faults of the same step and flags are one task, so that the run without a fault
-is trained once for all of them; each task runs in a process of its own.
+Faults of the same step and flags are one task, so that what they are compared with is trained once for all of them.
 """
 
 import argparse
 import concurrent.futures
 import functools
-import itertools
-import math
+import importlib
 import multiprocessing
 import os
 import pathlib
@@ -23,7 +21,6 @@ from typing import NamedTuple
 sys.path[1:1] = map(str, pathlib.Path(__file__).resolve().parents[1:3])  # tools/, and where lab is
 
 from lab.launch import ROOT
-from lab.program import Program
 from museum import checks, trainers
 from museum.fault import Fault
 from museum.faults import FAULTS
@@ -51,36 +48,28 @@ class Row(NamedTuple):
     said: dict[str, checks.Finding]  # by each check
 
 
-def last_loss(program: Program) -> float:
-    """Of step 100 of a step of the course, on random samples, with two layers or as many as there are stages."""
+def last_loss(fault: Fault, healthy: bool) -> float:
+    """Of step 100 on random samples: of a trainer, which is right in one process; of a step, with few layers."""
+    if fault.is_trainer:
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = trainers.of(fault.step, fault.program(healthy=healthy).load())
+            trainers.record(1 if healthy else 2, [(trainer, folder)], STEPS)
+            return trainers.losses(folder)[STEPS - 1]
+    program = fault.program(*checks.FEW_MICROBATCHES, healthy=healthy)
     stages = program.sizes.pp_size * getattr(program.sizes, "virtual_stages", 1)
     return checks.train(program, STEPS, layers=max(stages, 2)).rows[-1]["loss"]
 
 
 @functools.cache
 def right_loss(where: str, besides: tuple) -> float:
-    fault = Fault("", where, "", (), (), {}, besides)
-    if fault.is_trainer:
-        return trainer_loss(1, fault.step, trainers.RIGHT)
-    return last_loss(fault.program(*checks.FEW_MICROBATCHES, healthy=True))
-
-
-def trainer_loss(ranks: int, kind: str, program: Program) -> float:
-    with tempfile.TemporaryDirectory() as folder:
-        trainers.record(ranks, [(trainers.of(kind, program.load()), folder)], STEPS)
-        return trainers.losses(folder)[STEPS - 1]
+    return last_loss(Fault("", where, "", (), (), {}, besides), healthy=True)
 
 
 def off_by(fault: Fault) -> float | None:
     """How far from the right loss, relative to it: a step's on as many ranks, a trainer's in one process."""
-    if not (fault.is_trainer or fault.where[0].isdigit()):  # of a library
-        return None
     try:
-        right = right_loss(fault.where, fault.besides)
-        wrong = (trainer_loss(2, fault.step, fault.program()) if fault.is_trainer
-                 else last_loss(fault.program(*checks.FEW_MICROBATCHES)))
-        return wrong / right - 1
-    except (Exception, SystemExit):  # whatever ranks stop with
+        return last_loss(fault, healthy=False) / right_loss(fault.where, fault.besides) - 1
+    except (Exception, SystemExit):  # whatever ranks stop with; of a library there is no step
         return None
 
 
@@ -94,29 +83,24 @@ def find(fault: Fault, check: str) -> checks.Finding:
         return checks.Finding(False, STOPS + lines[-("Traceback" in str(error))], tried=False)
 
 
-def row(name: str) -> Row:
-    fault = FAULTS[name]
-    made = Row(name, off_by(fault), {check: find(fault, check) for check in checks.CHECKS})
-    print(*cells(made), sep=" | ", file=sys.stderr, flush=True)
-    if silent := [check for check in fault.seen if not made.said[check].alarm]:
-        print(f"{name}: says nothing, unlike the fault's record: {', '.join(silent)}", file=sys.stderr, flush=True)
-    return made
-
-
 def rows_of(names: list[str]) -> list[Row]:
-    return [row(name) for name in names]
+    """Says on stderr how far it is, and what checks do not say though the fault's record has it."""
+    rows = []
+    for name, fault in [(name, FAULTS[name]) for name in names]:
+        rows.append(Row(name, off_by(fault), {check: find(fault, check) for check in checks.CHECKS}))
+        silent = ", ".join(check for check in fault.seen if not rows[-1].said[check].alarm)
+        print(*cells(rows[-1]), *[f"NOT AS RECORDED: {silent}"] * bool(silent), sep=" | ", file=sys.stderr, flush=True)
+    return rows
 
 
 def all_rows(names: list[str], jobs: int) -> list[Row]:
-    """In the order of `names`; tasks with many faults begin first."""
-    def task(name):
-        return FAULTS[name].where, FAULTS[name].besides
-
-    tasks = [[*group] for _, group in itertools.groupby(sorted(names, key=task), task)]
+    tasks = {}
+    for name in names:
+        tasks.setdefault((FAULTS[name].where, FAULTS[name].besides), []).append(name)
     os.environ["OMP_NUM_THREADS"] = "1"
     with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        made = itertools.chain(*pool.map(rows_of, sorted(tasks, key=len, reverse=True)))
-        return sorted(made, key=lambda each: names.index(each.name))
+        made = pool.map(rows_of, sorted(tasks.values(), key=len, reverse=True))
+        return sorted(sum(made, []), key=lambda each: names.index(each.name))
 
 
 def plain(text: str) -> str:
@@ -135,18 +119,15 @@ def short(said: str, expression: str = "") -> str:
 
 def percent(difference: float | None) -> str:
     """In two digits; 0 below a thousandth of a percent."""
-    if difference is None or not math.isfinite(difference):
+    if difference is None or difference != difference:
         return "-" if difference is None else "NaN"
-    rounded = float(f"{100 * difference:.2g}")
-    return f"{rounded:+g} %" if abs(rounded) >= 1e-3 else "0 %"
+    return f"{float(f'{100 * difference:.2g}'):+g} %" if abs(difference) >= 1e-5 else "0 %"
 
 
 def link(report: str) -> str:
     """To an issue, a pull request, a paper or a page. GitHub leads from issues/ to pull requests by itself."""
-    name, _, number = report.partition("#")
-    paper = re.fullmatch(r"arXiv[: ](.+)", report)
-    address = report if "://" in report else (
-        f"https://arxiv.org/abs/{paper[1]}" if paper else f"https://github.com/{name}/issues/{number}")
+    address = re.sub(r"^arXiv[: ]", "https://arxiv.org/abs/", report)
+    address = address if "://" in address else f"https://github.com/{address.replace('#', '/issues/')}"
     return f"[{report.removeprefix('https://')}]({address})"
 
 
@@ -167,18 +148,17 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
 
 
 def counts(rows: list[Row]) -> str:
-    """In sentences: faults and reports, what each check sees, and how far the verdict's first line goes."""
-    seen = {check: sum(each.said[check].alarm for each in rows) for check in checks.CHECKS}
-    seen_by = ", ".join(f"{check}: {number}" for check, number in seen.items())
+    alarms = [[each.said[check].alarm for check in checks.CHECKS] for each in rows]
+    seen = dict(zip(checks.CHECKS, map(sum, zip(*alarms))))
     pairs = [checks.says(FAULTS[each.name], "numbers", each.said["numbers"].saw) for each in rows
              if each.said["numbers"].alarm and isinstance(FAULTS[each.name].seen.get("numbers"), tuple)]
-    reported = [FAULTS[each.name].reported for each in rows]
+    reports = [len(FAULTS[each.name].reported) for each in rows]
     near = sum(each.off is not None and abs(each.off) < 0.01 for each in rows)
-    unseen = sum(not any(found.alarm for found in each.said.values()) for each in rows)
+    unseen, nowhere = sum(not any(seen) for seen in alarms), sum(each.off is None for each in rows)
     places, causes = (sum(each) for each in zip(*pairs or [(0, 0)]))
-    return f"""- {len(rows)} faults, {sum(map(bool, reported))} of them with reports, {sum(map(len, reported))} in all.
-- Seen by {seen_by}; by none: {unseen}.
-- Within 1 % of the right loss at step 100: {near}; not there at all: {sum(each.off is None for each in rows)}.
+    return f"""- {len(rows)} faults, {sum(map(bool, reports))} of them with reports, {sum(reports)} in all.
+- Seen by {", ".join(f"{check}: {number}" for check, number in seen.items())}; by none: {unseen}.
+- Within 1 % of the right loss at step 100: {near}; not there at all: {nowhere}.
 - By numbers: {seen["numbers"]} found, {places} placed and {causes} named rightly in the verdict's first line.
 """
 
@@ -186,9 +166,8 @@ def counts(rows: list[Row]) -> str:
 def found_rows(text: str) -> list[list[str]]:
     """docs/FOUND.md's table: number, library, what, and the report, or on which day there was none."""
     day = re.search(r"\bon\s+(\d{1,2}\s\w+\s\d{4})", text)[1]
-    rows = []
-    for number, anchor, library, what, report in re.findall(
-            r"^\| \[(\d+)\]\(#(fault-\d+)\) \| (.+?) \| (.+?) \| (.+?) \|$", text, re.M):
+    rows, pattern = [], re.compile(r"^\| \[(\d+)\]\(#(fault-\d+)\) \| (.+?) \| (.+?) \| (.+?) \|$", re.M)
+    for number, anchor, library, what, report in pattern.findall(text):
         report = re.sub(r"([\w.-]+/[\w.-]+) (\d+(?:, \d+)*)", lambda match: ", ".join(
             link(f"{match[1]}#{each}") for each in match[2].split(", ")), report)
         report += f" ({day})" if "no report found" in report else ""
@@ -216,8 +195,7 @@ def main() -> int:
         parser.error(f"there is no fault {unknown[0]!r}: choose among {', '.join(FAULTS)}")
     if args.jobs < 1:
         parser.error(f"--jobs {args.jobs}: at least one process has to run")
-    import museum.typed  # noqa: F401  which says it now if spmd_types is missing
-
+    importlib.import_module("museum.typed")  # which ends here where spmd_types is missing
     rows = all_rows(args.names or [*FAULTS], args.jobs)
     if args.names:
         print(table(HEADS, [*map(cells, rows)]))
