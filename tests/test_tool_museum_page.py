@@ -10,14 +10,18 @@ from museum.faults import FAULTS
 
 
 def test_rows_say_what_the_checks_say(monkeypatch):
-    monkeypatch.setattr(page, "STEPS", 2)  # the loss of step 100 takes long
-    for made in page.all_rows(["samples", "each"], 1):
+    """By the checks that take seconds, and the loss of step 2."""
+    monkeypatch.setattr(page, "STEPS", 2)
+    monkeypatch.setattr(page, "HEADS", [*page.HEADS[:6], "bytes", "schedule", "types"])
+    monkeypatch.setattr(checks, "CHECKS", {name: checks.CHECKS[name] for name in page.HEADS[6:]})
+    for made in page.rows_of(["samples", "each"]):
         fault, shown = FAULTS[made.name], dict(zip(page.HEADS, page.cells(made), strict=True))
         assert shown["axis"] == "dp" and shown["where"] == "step 5 `--dp_size 2`" and made.off is not None
         for check in checks.CHECKS:
-            words = "…" if check in fault.seen else "–" if checks.cannot(fault, check) else "no"
+            words = "…" if made.said[check].alarm else "–" if checks.cannot(fault, check) else "no"
             assert words in shown[check] and len(shown[check].replace("\\", "")) <= 60, shown
             assert made.said[check] == checks.find(fault, check)
+        assert made.said["bytes"].alarm == (made.name == "each")
 
 
 @pytest.mark.parametrize("raised, shown", [

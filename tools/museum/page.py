@@ -88,7 +88,7 @@ def rows_of(names: list[str]) -> list[Row]:
     rows = []
     for name, fault in [(name, FAULTS[name]) for name in names]:
         rows.append(Row(name, off_by(fault), {check: find(fault, check) for check in checks.CHECKS}))
-        silent = ", ".join(check for check in fault.seen if not rows[-1].said[check].alarm)
+        silent = ", ".join(check for check in fault.seen if check in rows[-1].said and not rows[-1].said[check].alarm)
         print(*cells(rows[-1]), *[f"NOT AS RECORDED: {silent}"] * bool(silent), sep=" | ", file=sys.stderr, flush=True)
     return rows
 
