@@ -81,7 +81,7 @@ def test_no_line_is_longer_than_a_screen_is_wide(readme):
     long = [line for line in text.splitlines() if len(line) > 120]
     long = [line for line in long if not re.fullmatch(r" *(Look at )?!?\[.*\)\S*", line)]
     assert not long or readme.name in (
-        "FAMILIES.md", "SAME_NUMBERS.md", "SCOREBOARD.md", "TYPES.md"), "\n".join(long)
+        "FAMILIES.md", "MUSEUM.md", "SAME_NUMBERS.md", "SCOREBOARD.md", "TYPES.md"), "\n".join(long)
 
 
 def test_every_room_has_a_readme():

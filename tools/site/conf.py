@@ -40,6 +40,13 @@ def prepare(app, doctree):
     doctree.append(addnodes.index(entries=entries))
 
 
+def add_table(app, page, *_):
+    """Two pages have wide tables, which are sorted and filtered in the browser."""
+    if page in ("museum", "scoreboard"):
+        app.add_js_file("table.js", loading_method="defer")
+
+
 def setup(app):
     app.add_html_math_renderer("mathml", show_formula("inline"), show_formula("block"))
     app.connect("doctree-read", prepare)
+    app.connect("html-page-context", add_table)
