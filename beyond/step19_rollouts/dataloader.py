@@ -3,6 +3,8 @@
 The corpus is one long sequence of tokens, with the tokenizer's end-of-text token after each document. Sample i is the
 tokens [i*T, i*T + T]: the first T are the input, and the same tokens shifted by one are the targets. After the last
 sample of the corpus comes the first one again: a new epoch.
+Rollouts have prompts instead of a corpus: a list of letters, such as " s s s s". The answer has to go on with tokens
+that begin with that letter, and its reward is the share of its tokens that do: of a random answer 0.04, at best 1.
 Optimizer step k reads the samples [k*G, (k+1)*G), with the global batch G = micro_batch_size *
 gradient_accumulation_steps * dp_size. Within it, the dp ranks take turns, one micro-batch each.
 """
@@ -16,7 +18,9 @@ import itertools
 import json
 import os
 import re
+import string
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -31,6 +35,43 @@ BLOCK = 1 << 16  # characters that are read from a file at a time
 FORMATS = re.compile(r"(?<!dataset_infos)\.(txt|jsonl?|csv|parquet)(\.gz|\.bz2|\.xz|\.zst)?$")  # of files' names
 KINDS = ".txt, .jsonl, .json, .csv and .parquet (.jsonl.gz, .csv.zst and the like, too)"
 CONVERT = "import pandas; pandas.read_excel('A.xlsx').to_csv('A.csv')"
+
+
+PROMPT_TOKENS = 4
+
+
+class LetterTask:
+    """Prompts, and the text of tokens. Raises UserError for a tokenizer with too few tokens that begin with letters."""
+
+    def __init__(self, model_name: str, seed: int, vocab_size: int):
+        self.seed, tokenizer = seed, load_tokenizer(model_name)
+        self.pieces = tokenizer.batch_decode([[i] for i in range(min(len(tokenizer), vocab_size))])
+        first_letters = Counter(piece.strip()[:1].lower() for piece in self.pieces)
+        ids = {piece.strip(): i for i, piece in enumerate(self.pieces)}  # " s" comes after "s"
+        self.letters = [ids[letter] for letter in string.ascii_lowercase if letter in ids and first_letters[letter] > 9]
+        if not self.letters:
+            raise UserError(f"--model_name {model_name!r}: no letter begins 10 of the {len(self.pieces)} tokens, so "
+                            "rollouts have nothing to ask for: choose a model with another tokenizer")
+
+    def prompt(self, step: int, number: int) -> list[int]:
+        """The ids of a step's prompt of that number."""
+        chosen = torch.randint(len(self.letters), (), generator=seeded("prompt", self.seed, step, number))
+        return [self.letters[chosen]] * PROMPT_TOKENS
+
+    def text(self, ids: list[int]) -> list[str]:
+        """Of each token. Ids that the tokenizer does not know have none."""
+        return [self.pieces[i] if i < len(self.pieces) else "" for i in ids]
+
+
+def reward(prompt: list[str], answer: list[str]) -> float:
+    """The share of an answer's tokens that begin with the prompt's letter, whatever their case."""
+    return sum(piece.strip().lower().startswith(prompt[0].strip()) for piece in answer) / len(answer)
+
+
+def seeded(*words: str | int) -> torch.Generator:
+    """Random numbers that depend on these words alone."""
+    digest = hashlib.sha256(" ".join(map(str, words)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
 
 class TokenSamples(Dataset):

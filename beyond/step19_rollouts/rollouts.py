@@ -7,7 +7,7 @@ on one rank, or a part on each of --generator_tp_size ranks. An optimizer step k
     generators     answer the prompts of step k, each those of every second micro-batch
       -> trainers  a micro-batch's tokens to the first stage; tokens, log-probabilities and rewards to the last stage
     trainers       forward and backward as in step 8 with the loss of GRPO, AdamW
-      -> generators  the new weights, tensor by tensor, straight from the shard that holds a part to the ranks that need it
+      -> generators  the new weights, each tensor from the shards that hold it to the ranks that need it
 
 With --lag 0 each side waits while the other works. With --lag 1 the generators answer the prompts of step k + 1, with
 the weights of after step k - 1, while step k trains: both work at once, on answers that are one step older.
@@ -25,17 +25,12 @@ At --lag 0 p/q is 1 but for rounding, and at --lag 1 it corrects for older weigh
 rewards are, and the division by an answer's length, which makes no difference here: all answers are equally long. The
 distance to a reference model, a further term of GRPO, is left out, as the model starts from random weights.
 
-The task: go on with a list of letters, such as " s s s s", with tokens that begin with that letter. The reward is the
-share of the answer's tokens that do. A random answer gets about 0.04, the best one 1.
-
-Sampling adds noise to the logits and takes the largest sum (Gumbel-max). The noise is seeded by step, prompt, answer and
-position, and so the tokens do not depend on which rank generates them.
+Sampling adds noise to the logits and takes the largest sum (Gumbel-max). The noise is seeded by step, prompt, answer
+and position, and so the tokens do not depend on which rank generates them.
 Shapes: N prompts of a micro-batch, G answers each, P tokens of a prompt, A of an answer, T = P + A - 1, V vocabulary.
 """
 
-import hashlib
 from collections import Counter, deque
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -44,12 +39,11 @@ import torch.nn as nn
 
 import process_group_manager as pgm
 from data_parallel import all_reduce_loss_across_dp_ranks
-from dataloader import collate_batch, load_tokenizer
+from dataloader import PROMPT_TOKENS, LetterTask, reward, seeded
 from model import Llama, cast_weights_once
 from tensor_parallel import all_reduce, log_probs, split_over_tp
 from utils import UserError, to_readable_format
 
-PROMPT_TOKENS = 4  # P
 CLIP = 0.2  # c
 DEFAULTS = {"group_size": 8, "generator_tp_size": 1, "lag": 0, "advantages": "grpo"}
 
@@ -71,77 +65,35 @@ def check_rollout_flags(args):
             why = "a timeline is one of trainers alone" if name == "profile_batch" else "rollouts read no corpus"
             raise UserError(f"--{name} {value} with --generators {args.generators}: {why}, leave --{name} out")
     if args.group_size < 2:
-        raise UserError(f"--group_size {args.group_size}: an answer is compared with the others of its group, give each "
-                        "prompt 2 or more")
+        raise UserError(f"--group_size {args.group_size}: answers of a group are compared, use 2 or more")
     if args.generators % args.generator_tp_size or not args.generators and args.generator_tp_size > 1:
-        raise UserError(f"--generators {args.generators} are not a multiple of --generator_tp_size "
-                        f"{args.generator_tp_size}: choose one")
+        raise UserError(f"--generators {args.generators} is no multiple of --generator_tp_size "
+                        f"{args.generator_tp_size}: change one of them")
     if args.seq_len < PROMPT_TOKENS:
-        raise UserError(f"--seq_len {args.seq_len} leaves no room for an answer behind the {PROMPT_TOKENS} tokens of a "
-                        f"prompt: use {PROMPT_TOKENS} or more")
+        raise UserError(f"--seq_len {args.seq_len} ends within the {PROMPT_TOKENS} tokens of a prompt: use more")
     return args
 
 
 def check_generator_split(args, config) -> None:
     """Raises UserError, on all ranks, where the heads or the MLP can't be split over the ranks of a generator."""
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if args.generators and (size := getattr(config, name)) % args.generator_tp_size:
-            raise UserError(f"{name}={size} cannot be split over --generator_tp_size {args.generator_tp_size}: use one "
-                            f"that divides {size}")
-
-
-# The task
-
-
-class Task:
-    """Prompts and rewards. Raises UserError for a tokenizer without letters."""
-
-    def __init__(self, args, vocab_size: int):
-        self.seed, tokenizer = args.seed, load_tokenizer(args.model_name)
-        self.pieces = tokenizer.batch_decode([[i] for i in range(min(len(tokenizer), vocab_size))])
-        of_letter = {piece.strip(): i for i, piece in enumerate(self.pieces) if len(piece.strip()) == 1}
-        firsts = Counter(piece.strip()[:1].lower() for piece in self.pieces)
-        self.letters = [i for letter, i in sorted(of_letter.items()) if letter in "abcdefghijklmnopqrstuvwxyz"
-                        and firsts[letter] >= 16]
-        if not self.letters:
-            raise UserError(f"--model_name {args.model_name!r}: no letter begins 16 of its {len(self.pieces)} tokens, "
-                            "so there is nothing to ask for: choose a model with another tokenizer")
-
-    def prompt(self, step: int, number: int) -> list[int]:
-        """The ids of prompt `number` of a step: a letter, P times."""
-        chosen = torch.randint(len(self.letters), (), generator=seeded(self.seed, step, number))
-        return [self.letters[chosen]] * PROMPT_TOKENS
-
-    def text(self, ids: torch.Tensor) -> list[str]:
-        """Of each token. Ids beyond the tokenizer's are no text."""
-        return [self.pieces[i] if i < len(self.pieces) else "" for i in ids.tolist()]
-
-
-def reward(prompt: list[str], answer: list[str]) -> float:
-    """The share of an answer's tokens that begin with the letter of the prompt, whatever their case."""
-    return sum(piece.strip().lower().startswith(prompt[0].strip()) for piece in answer) / len(answer)
-
-
-def seeded(*words: int) -> torch.Generator:
-    digest = hashlib.sha256(" ".join(["rollouts", *map(str, words)]).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size") if args.generators else ():
+        if (size := getattr(config, name)) % args.generator_tp_size:
+            raise UserError(f"{name}={size} cannot be split over --generator_tp_size {args.generator_tp_size}: use a "
+                            f"divisor of {size}")
 
 
 def gumbel_noise(*words: int, size: int) -> torch.Tensor:
     """(size,) float64. The largest of logits plus this noise is a token drawn with the probabilities of softmax."""
-    return -torch.rand(size, dtype=torch.float64, generator=seeded(*words)).log().neg().log()
-
-
-# Generation
+    return -torch.rand(size, dtype=torch.float64, generator=seeded("noise", *words)).log().neg().log()
 
 
 class Answers(NamedTuple):
-    ids: torch.Tensor  # (N G, T + 1): prompt and answer
+    ids: torch.Tensor | None  # (N G, T + 1): prompt and answer
     numbers: torch.Tensor | None  # (N G, A + 1) float64: log q of the answer's tokens, and its reward; on last stages
 
 
 @torch.no_grad()
-def generate(args, stage: nn.Module, task: Task, step: int, microbatch: int) -> Answers:
+def generate(args, stage: nn.Module, task: LetterTask, step: int, microbatch: int) -> Answers:
     """Answers the prompts of a micro-batch, of those of all dp ranks. Each token recomputes all tokens before it."""
     grid, vocab_size, device = pgm.process_group_manager, stage.config.vocab_size, next(stage.parameters()).device
     prompts = range(microbatch * args.micro_batch_size, (microbatch + 1) * args.micro_batch_size)
@@ -156,26 +108,22 @@ def generate(args, stage: nn.Module, task: Task, step: int, microbatch: int) -> 
             of_tokens.append(log_probs(logits[:, -1:], drawn.unsqueeze(1), vocab_size).double())
         else:
             drawn = torch.zeros_like(ids[:, 0])
-        if grid.pp_world_size > 1:
+        if grid.pp_world_size > 1:  # the first stage needs it
             dist.broadcast(drawn, grid.ranks[grid.dp_rank, -1, grid.tp_rank].item(), group=grid.pp_group)
         ids = torch.cat([ids, drawn.unsqueeze(1)], dim=1)
     if not grid.pp_is_last_stage:
         return Answers(ids, None)
-    texts = [task.text(row) for row in ids]
-    rewards = torch.tensor([[reward(text[:PROMPT_TOKENS], text[PROMPT_TOKENS:])] for text in texts], dtype=torch.float64)
-    return Answers(ids, torch.cat([*of_tokens, rewards.to(device)], dim=1))
+    texts = [task.text(row) for row in ids.tolist()]
+    rewards = [[reward(text[:PROMPT_TOKENS], text[PROMPT_TOKENS:])] for text in texts]
+    return Answers(ids, torch.cat([*of_tokens, torch.tensor(rewards, dtype=torch.float64, device=device)], dim=1))
 
 
 def forward_stages(stage: nn.Module, ids: torch.Tensor) -> torch.Tensor | None:
     """The logits (B, t, V/tp) of token ids (B, t), on the last stage. All stages call it."""
-    grid = pgm.process_group_manager
-    x = ids
-    if not grid.pp_is_first_stage:
-        x = receive((*ids.shape, stage.config.hidden_size), stage.dtype, grid.pp_prev_rank, ids.device, grid.pp_group)
-    x = stage(x)
-    if grid.pp_is_last_stage:
-        return x
-    send(x, grid.pp_next_rank, grid.pp_group)
+    grid, shape = pgm.process_group_manager, (*ids.shape, stage.config.hidden_size)
+    out = stage(ids if grid.pp_is_first_stage else
+                receive(shape, stage.dtype, grid.pp_prev_rank, ids.device, grid.pp_group))
+    return out if grid.pp_is_last_stage else send(out, grid.pp_next_rank, grid.pp_group)
 
 
 def largest(scores: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -188,6 +136,7 @@ def largest(scores: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def send(tensor: torch.Tensor, rank: int, group=None) -> None:
+    """gloo sends host memory alone, so a GPU's tensor is copied there."""
     dist.send((tensor.cpu() if dist.get_backend() == "gloo" else tensor).contiguous(), rank, group=group)
 
 
@@ -197,11 +146,8 @@ def receive(shape, dtype: torch.dtype, rank: int, device: torch.device, group=No
     return buffer.to(device)
 
 
-# Weights from trainers to generators
-
-
 class Transfer(NamedTuple):
-    """`length` rows (dim 0) or columns (dim 1) of a parameter, from where they begin on one rank to where on another."""
+    """`length` rows (dim 0) or columns (dim 1) of a parameter, `numel` numbers, from one rank's part to another's."""
 
     name: str
     dim: int
@@ -222,9 +168,9 @@ def plan_transfers(config) -> list[Transfer]:
     stage_of = {i: s for s, part in enumerate(bounds(config.num_hidden_layers, num_stages)) for i in range(*part)}
     stage_of |= {"embedding": 0, "final_norm": num_stages - 1, "final_proj": num_stages - 1}
     for name, shape in shapes.items():
-        first, second, *_, module, _ = ["", *name.split(".")]
-        stage = stage_of[int(second) if second.isdigit() else first]
-        dim = int(module in ("out_proj", "down_proj"))  # row-parallel; norms are not split
+        words = name.split(".")
+        stage = stage_of[int(words[1]) if words[0] == "decoder_layers" else words[0]]
+        dim = int(words[-2] in ("out_proj", "down_proj"))  # row-parallel; norms are not split
         for replica, ranks in enumerate(grid.generators.flatten(1).tolist()):
             sources = grid.trainers[replica % num_replicas, stage].tolist()
             held, needed = (bounds(shape[dim], 1 if len(shape) == 1 else size) for size in (tp_size, len(ranks)))
@@ -261,22 +207,20 @@ def describe(plan: list[Transfer], dtype: torch.dtype) -> str:
     links = Counter()
     for each in plan:
         links[each.source, each.destination] += each.numel * dtype.itemsize
-    parts = [f"{source} -> {destination} {to_readable_format(count)}" for (source, destination), count in links.items()]
+    parts = [f"{source} -> {target} {to_readable_format(size)}B" for (source, target), size in links.items()]
     return (f"weights for generators: {to_readable_format(sum(links.values()))}B a step in {len(plan)} messages over "
-            f"{len(links)} links between ranks: {', '.join(parts[:8])}{', ...' * (len(parts) > 8)}")
-
-
-# Both sides
+            f"{len(links)} links: {', '.join(parts[:8])}{', ...' * (len(parts) > 8)}")
 
 
 class Rollouts:
-    """A trainer's micro-batches: of generators, or its own. begin(step), then next() for each of them, then end(step)."""
+    """A trainer's micro-batches, of generators or its own: begin(step), then next() for each of them, end(step)."""
 
     def __init__(self, args, stage: nn.Module, num_steps: int):
         self.args, self.stage, self.num_steps, self.grid = args, stage, num_steps, pgm.process_group_manager
-        self.gradient_accumulation_steps, self.device = args.gradient_accumulation_steps, next(stage.parameters()).device
+        self.gradient_accumulation_steps = args.gradient_accumulation_steps
+        self.device = next(stage.parameters()).device
         self.plan = plan_transfers(stage.config) if args.generators else []
-        self.task = None if args.generators else Task(args, stage.config.vocab_size)
+        self.task = None if args.generators else LetterTask(args.model_name, args.seed, stage.config.vocab_size)
         self.batches: deque[Answers] = deque()
         self.num_generated = 0  # steps
         if self.plan and self.grid.is_logging_rank:
@@ -300,12 +244,12 @@ class Rollouts:
     def receive(self, i: int) -> Answers:
         if not (self.grid.pp_is_first_stage or self.grid.pp_is_last_stage):
             return Answers(None, None)
-        args, source = self.args, self.grid.generators[self.number(i) % len(self.grid.generators), 0, 0].item()
-        num_answers = args.micro_batch_size * args.group_size
-        ids = receive((num_answers, args.seq_len + 1), torch.int64, source, self.device)
-        shape = num_answers, args.seq_len + 2 - PROMPT_TOKENS
-        is_last = self.grid.pp_is_last_stage
-        return Answers(ids, receive(shape, torch.float64, source, self.device) if is_last else None)
+        source = self.grid.generators[self.number(i) % len(self.grid.generators), 0, 0].item()
+        num_answers, seq_len = self.args.micro_batch_size * self.args.group_size, self.args.seq_len
+        ids = receive((num_answers, seq_len + 1), torch.int64, source, self.device)
+        shape = num_answers, seq_len + 2 - PROMPT_TOKENS
+        numbers = receive(shape, torch.float64, source, self.device) if self.grid.pp_is_last_stage else None
+        return Answers(ids, numbers)
 
     def __next__(self) -> dict[str, torch.Tensor]:
         ids, numbers = self.batches.popleft()
@@ -326,7 +270,7 @@ class Rollouts:
         return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).mean().to(out.dtype)
 
     def end(self, step: int) -> dict[str, float]:
-        """Sends the new weights. Returns the mean reward, and the largest |log p/q| of a token. All trainers call it."""
+        """Sends new weights. Returns the mean reward, and the largest |log p/q| of a token. All trainers call it."""
         if step + self.args.lag < self.num_steps:
             transfer_weights(self.stage, self.plan)
         dist.all_reduce(self.mismatch, dist.ReduceOp.MAX, self.grid.dp_group)
@@ -336,7 +280,8 @@ class Rollouts:
 
 def run_generator(args, stage: nn.Module, num_steps: int) -> None:
     """A generator's whole run: all steps' answers, sent to trainers, and new weights in between."""
-    grid, task, plan = pgm.process_group_manager, Task(args, stage.config.vocab_size), plan_transfers(stage.config)
+    grid, plan = pgm.process_group_manager, plan_transfers(stage.config)
+    task = LetterTask(args.model_name, args.seed, stage.config.vocab_size)
     num_replicas, num_stages, _ = grid.trainers.shape
     for step in range(1, num_steps + 1):
         answers = {i: generate(args, stage, task, step, i) for i in range(
