@@ -67,7 +67,7 @@ def parse_args():
     parser.add_argument("--generators", type=zero_or_more, help="ranks that generate (0: the trainers do)")
     parser.add_argument("--generator_tp_size", type=positive_int, help="tensor-parallel ranks a generator (default: 1)")
     parser.add_argument("--group_size", type=positive_int, help="answers to a prompt (default: 8)")
-    parser.add_argument("--lag", type=int, choices=[0, 1], help="steps that generators are behind (default: 0)")
+    parser.add_argument("--lag", type=zero_or_more, choices=[0, 1], help="steps that generators are behind (default: 0)")
     parser.add_argument("--advantages", choices=["grpo", "dr_grpo"], help="divided by the deviation (default) or not")
     # Logging
     parser.add_argument("--run_name", default="default_run")
