@@ -85,12 +85,11 @@ def one_step(program: Program) -> tuple[Program, int, str]:
     if getattr(args, "profile_batch", 0):
         raise ValueError("--profile_batch measures time, which means nothing for ranks that take turns: leave it out")
     pipelines = getattr(args, "pipelines", None) or [[1] * args.pp_size] * args.dp_size
-    generators, answers = getattr(args, "generators", None) or 0, getattr(args, "group_size", None) or 1
+    generators = getattr(args, "generators", None) or 0
     size = args.tp_size * sum(map(len, pipelines)) * getattr(args, "cp_size", 1) + generators
-    samples = args.micro_batch_size * answers
+    samples = args.micro_batch_size * (getattr(args, "group_size", None) or 1)
     steps, replicas = getattr(args, "local_steps", 0) or 1, 1 if program.step == "2" else args.dp_size
-    if generators:  # until weights have come back
-        steps = 2 + args.lag
+    steps = 2 + args.lag if generators else steps  # weights have come back then
     micro_batches = getattr(args, "num_microbatches", None) or getattr(args, "gradient_accumulation_steps", 1)
     words = f"{steps} optimizer steps, as ranks exchange weights after so many" if steps > 1 else "one optimizer step"
     if any(word.partition("=")[0] in ("--max_tokens", "--steps") for word in program.flags):

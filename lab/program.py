@@ -114,8 +114,7 @@ class Program:
                     "--virtual_stages", "--pp_engine", "--generator_tp_size"}
         kept = [word for before, word in zip(["", *self.flags], self.flags)
                 if not {before, word} & left_out and word != "--sequence_parallel"]
-        if any(flag.startswith("--generators") for flag in self.flags):  # one process plays both parts
-            kept += ["--generators", 0]
+        kept += ["--generators", 0] * any(flag.startswith("--generators") for flag in self.flags)  # it plays both parts
         return self.with_flags([*kept, "--dp_size", 1, "--pp_size", 1, "--tp_size", 1, "--gradient_accumulation_steps",
                                 self.sizes.dp_size * self.sizes.gradient_accumulation_steps])
 

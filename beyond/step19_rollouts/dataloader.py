@@ -110,6 +110,13 @@ class MicroBatchDataLoader(DataLoader):
         batch = next(self.batches)  # from pinned memory, a copy to a GPU overlaps with computing
         return {name: ids.to(self.device, non_blocking=True) for name, ids in batch.items()}
 
+    def begin(self, step: int) -> None:
+        """Before a step. A corpus waits for nobody."""
+
+    def end(self, step: int) -> dict[str, float]:
+        """After a step: what else is to be logged of it."""
+        return {}
+
 
 def collate_batch(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Samples of T + 1 tokens -> inputs and targets, (B, T) each. The target of a token is the one after it."""

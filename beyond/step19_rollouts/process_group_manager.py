@@ -148,11 +148,11 @@ def require_equal_counts() -> None:
                         "equally many, so let each rank that a group leaves out make a group of its own")
 
 
-def setup_process_group_manager(dp_size: int, pp_size: int, tp_size: int, generators: int = 0,
-                                generator_tp_size: int = 1) -> None:
+def setup_process_group_manager(dp_size: int, pp_size: int, tp_size: int, generators: int | None = None,
+                                generator_tp_size: int | None = None) -> None:
     global process_group_manager
     require_equal_counts()  # with what this process has made before
-    process_group_manager = ProcessGroupManager(dp_size, pp_size, tp_size, generators, generator_tp_size)
+    process_group_manager = ProcessGroupManager(dp_size, pp_size, tp_size, generators or 0, generator_tp_size or 1)
     require_equal_counts()
     if dist.get_rank() == 0:
         print(process_group_manager.describe(), flush=True)

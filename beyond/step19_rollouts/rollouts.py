@@ -74,14 +74,6 @@ def check_rollout_flags(args):
     return args
 
 
-def check_generator_split(args, config) -> None:
-    """Raises UserError, on all ranks, where the heads or the MLP can't be split over the ranks of a generator."""
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size") if args.generators else ():
-        if (size := getattr(config, name)) % args.generator_tp_size:
-            raise UserError(f"{name}={size} cannot be split over --generator_tp_size {args.generator_tp_size}: use a "
-                            f"divisor of {size}")
-
-
 def gumbel_noise(*words: int, size: int) -> torch.Tensor:
     """(size,) float64. The largest of logits plus this noise is a token drawn with the probabilities of softmax."""
     return -torch.rand(size, dtype=torch.float64, generator=seeded("noise", *words)).log().neg().log()
@@ -215,10 +207,9 @@ def describe(plan: list[Transfer], dtype: torch.dtype) -> str:
 class Rollouts:
     """A trainer's micro-batches, of generators or its own: begin(step), then next() for each of them, end(step)."""
 
-    def __init__(self, args, stage: nn.Module, num_steps: int):
+    def __init__(self, args, stage: nn.Module, num_steps: int, device: torch.device):
         self.args, self.stage, self.num_steps, self.grid = args, stage, num_steps, pgm.process_group_manager
-        self.gradient_accumulation_steps = args.gradient_accumulation_steps
-        self.device = next(stage.parameters()).device
+        self.gradient_accumulation_steps, self.device = args.gradient_accumulation_steps, device
         self.plan = plan_transfers(stage.config) if args.generators else []
         self.task = None if args.generators else LetterTask(args.model_name, args.seed, stage.config.vocab_size)
         self.batches: deque[Answers] = deque()
@@ -296,3 +287,4 @@ def run_generator(args, stage: nn.Module, num_steps: int) -> None:
                         send(numbers, trainer)
         if not args.lag and step < num_steps:
             transfer_weights(stage, plan)
+    dist.destroy_process_group()

@@ -16,6 +16,8 @@ The model contains none of this: apply_tensor_parallel replaces modules from out
 A size that tp_size does not divide (a vocabulary of 1022 over 4 ranks) is split unevenly, as torch.tensor_split does.
 """
 
+import itertools
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -203,14 +205,16 @@ def copy_input(module: nn.Module, args: tuple) -> tuple:
 def apply_tensor_parallel(model: nn.Module) -> nn.Module:
     """Splits a Llama over the tp group, in place, while it is on the meta device and has no weights yet.
 
-    Raises UserError where tp_size does not divide the heads, the key/value heads or the MLP's width.
+    Raises UserError where tp_size does not divide the heads, the key/value heads or the MLP's width. All ranks do,
+    whether it is that of trainers or of generators.
     """
-    tp_size = pgm.process_group_manager.tp_world_size
-    if tp_size == 1:
+    grid = pgm.process_group_manager
+    sizes = {"tp_size": grid.trainers.size(-1), "generator_tp_size": grid.generators.size(-1)}
+    for flag, name in itertools.product(sizes, ("num_attention_heads", "num_key_value_heads", "intermediate_size")):
+        if (size := getattr(model.config, name)) % sizes[flag]:
+            raise UserError(f"{name}={size} cannot be split over {flag}={sizes[flag]}: use one that divides {size}")
+    if grid.tp_world_size == 1:
         return model
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if (size := getattr(model.config, name)) % tp_size:
-            raise UserError(f"{name}={size} cannot be split over tp_size={tp_size}: use a tp_size that divides {size}")
     model.embedding = VocabParallelEmbedding(model.embedding, model.dtype)
     for layer in model.decoder_layers:
         attention, mlp = layer.attention, layer.mlp

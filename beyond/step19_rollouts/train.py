@@ -16,7 +16,7 @@ from dataloader import MicroBatchDataLoader, load_samples
 from metrics import RunLogger, seconds_at_peak
 from model import Llama, cast_weights_once, init_weights
 from pipeline_parallel import SCHEDULES, PipelineParallel, run_schedule
-from rollouts import Rollouts, check_generator_split, check_rollout_flags, run_generator
+from rollouts import Rollouts, check_rollout_flags, run_generator
 from tensor_parallel import apply_tensor_parallel, clip_grad_norm, split_over_tp
 from timeline import check_profile_batch, timeline
 from utils import (
@@ -48,7 +48,8 @@ def parse_args():
     parser.add_argument("--num_proc", type=positive_int, default=4, help="threads that encode text")
     # Training
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--learning_rate", type=positive_float, help="default: 0.6 / width, at most 3e-3")
+    parser.add_argument("--learning_rate", type=positive_float,
+                        help="default: 0.6 / width, at most 3e-3; a third of it with rollouts")
     parser.add_argument("--warmup_steps", type=zero_or_more, default=0, help="steps in which the learning rate rises")
     parser.add_argument("--lr_decay", choices=["none", "cosine"], default="none", help="the learning rate after these")
     parser.add_argument("--max_grad_norm", type=zero_or_more_float, default=1.0, help="clip gradients (0: never)")
@@ -64,10 +65,10 @@ def parse_args():
     parser.add_argument("--pp_engine", choices=list(SCHEDULES), default="1f1b", help="the pipeline's schedule")
     parser.add_argument("--recompute", action="store_true", help="compute layers again in backward: less memory")
     # Rollouts
-    parser.add_argument("--generators", type=zero_or_more, help="ranks that generate (0: the trainers do)")
+    parser.add_argument("--generators", type=zero_or_more, help="ranks that generate (0: trainers do)")
     parser.add_argument("--generator_tp_size", type=positive_int, help="tensor-parallel ranks a generator (default: 1)")
     parser.add_argument("--group_size", type=positive_int, help="answers to a prompt (default: 8)")
-    parser.add_argument("--lag", type=zero_or_more, choices=[0, 1], help="steps that generators are behind (default: 0)")
+    parser.add_argument("--lag", type=zero_or_more, choices=[0, 1], help="steps that generators are behind (or 0)")
     parser.add_argument("--advantages", choices=["grpo", "dr_grpo"], help="divided by the deviation (default) or not")
     # Logging
     parser.add_argument("--run_name", default="default_run")
@@ -96,12 +97,14 @@ def evaluate(args, step: int, model, held_out: list[MicroBatchDataLoader]) -> di
         return {"validation_loss": all_reduce_loss_across_dp_ranks(train_step(args, model, *held_out)).item()}
 
 
-def make_data_loaders(args, config, device, num_steps: int, global_batch_size: int) -> list[MicroBatchDataLoader]:
+def make_data_loaders(args, model, device, num_steps: int, global_batch_size: int) -> list:
     """The run's micro-batches and, with --eval_every, those of the held-out samples: the last global batch."""
+    if args.generators is not None:
+        return [Rollouts(args, model, num_steps, device)]
     os.environ["TOKENIZERS_PARALLELISM"] = args.tokenizers_parallelism
     os.environ["RAYON_NUM_THREADS"] = str(args.num_proc)  # the tokenizer's threads
     parts = load_samples(
-        args.dataset_name, args.model_name, args.seq_len, config.vocab_size, num_steps * global_batch_size,
+        args.dataset_name, args.model_name, args.seq_len, model.config.vocab_size, num_steps * global_batch_size,
         os.path.join(args.log_dir, "token_cache"), held_out=global_batch_size if args.eval_every else 0)
     sizes = args.micro_batch_size, args.gradient_accumulation_steps
     return [MicroBatchDataLoader(part, *sizes, device, args.num_workers) for part in parts]
@@ -120,8 +123,7 @@ def main():
     args = parse_args()
     device, dtype, backend = choose_device(args.device, args.dtype)
     pgm.init_process_group(backend, args.timeout, {**vars(args), "dtype": dtype})
-    pgm.setup_process_group_manager(args.dp_size, args.pp_size, args.tp_size, args.generators or 0,
-                                    args.generator_tp_size or 1)
+    pgm.setup_process_group_manager(args.dp_size, args.pp_size, args.tp_size, args.generators, args.generator_tp_size)
     grid = pgm.process_group_manager
     if args.omp_num_threads:
         torch.set_num_threads(args.omp_num_threads)  # OMP_NUM_THREADS would be read only at import
@@ -129,7 +131,6 @@ def main():
     config = load_config(
         args.model_name, num_hidden_layers=args.num_hidden_layers,
         num_attention_heads=args.num_attention_heads, num_key_value_heads=args.num_key_value_heads)
-    check_generator_split(args, config)
     with torch.device("meta"):  # shapes only; init_weights allocates the memory
         model = PipelineParallel(apply_tensor_parallel(Llama(config, dtype)))
 
@@ -140,22 +141,16 @@ def main():
         raise UserError(f"--max_tokens {args.max_tokens} is less than the {tokens_per_step} of one step: raise it")
     check_profile_batch(args.profile_batch, num_steps)
 
-    is_corpus, held_out = args.generators is None, []
-    if is_corpus:
-        data_loader, *held_out = make_data_loaders(args, config, device, num_steps, global_batch_size)
+    data_loader, *held_out = make_data_loaders(args, model, device, num_steps, global_batch_size)
     init_weights(model, args.seed, device, split_over_tp)
     if grid.is_generator:
-        run_generator(args, model.to(dtype), num_steps)
-        dist.destroy_process_group()
-        return
-    if not is_corpus:
-        data_loader = Rollouts(args, model, num_steps)
+        return run_generator(args, model.to(dtype), num_steps)
     if args.compile:
         compile_layers(model.decoder_layers.children(), device)
     if args.recompute:  # after that: what is computed again is compiled, too
         recompute_layers(model.decoder_layers.children())
     model = DataParallelBucket(model)
-    args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size) / (1 if is_corpus else 3)
+    args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size) / (3 if args.group_size else 1)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=args.learning_rate, fused=True)
     print_parameters(model, device, dtype, args.learning_rate)
     scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
@@ -167,8 +162,7 @@ def main():
             timeline.start()
         start = time.perf_counter()
         model.zero_grad()
-        if not is_corpus:
-            data_loader.begin(step)
+        data_loader.begin(step)
         with cast_weights_once():
             loss = train_step(args, model, data_loader)
         loss = all_reduce_loss_across_dp_ranks(loss)
@@ -176,7 +170,7 @@ def main():
             grad_norm = clip_grad_norm(model.module, args.max_grad_norm)
         with timeline.span("optimizer"):
             optimizer.step()
-        more = {} if is_corpus else data_loader.end(step)
+        more = data_loader.end(step)
         numbers = loss.item(), grad_norm.item(), scheduler.get_last_lr()[0], time.perf_counter() - start
         mfu = {"mfu": at_peak / numbers[-1]} if at_peak else {}  # model FLOPs utilization
         logger.log(step, *numbers, **mfu, **more, **evaluate(args, step, model, held_out))
