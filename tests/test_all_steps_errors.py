@@ -95,10 +95,10 @@ with one_clear_error():
 
 @pytest.mark.parametrize("step, flag, values", [
     (2, "--seq_len", (32, 16)), (5, "--seed", (1, 2)), (8, "--num_hidden_layers", (4, 2)),
-    (9, "--pipelines", ("1,1", "2"))])
+    (9, "--pipelines", ("1,1", "2")), (19, "--lag", (0, 1))])
 def test_ranks_with_unlike_flags(run_code, tmp_path, step, flag, values):
     """Each host was started by hand, and one command differs. Paths and names may differ."""
-    sizes = {2: ["--pp_size", 2], 5: ["--dp_size", 2], 8: ["--pp_size", 2], 9: []}[step]
+    sizes = {2: ["--pp_size", 2], 5: ["--dp_size", 2], 8: ["--pp_size", 2], 9: [], 19: ["--generators", 1]}[step]
     done = run_code(step, 2, f"""
 import os
 sys.argv[-1] = {values!r}[int(os.environ["RANK"])] if sys.argv[-2] == "{flag}" else sys.argv[-1]
@@ -133,7 +133,8 @@ except pgm.UserError as error:
     (2, 2, ["--dp_size", 2], "config.json"), (3, 1, [], "metrics.jsonl"),
     (6, 2, ["--dp_size", 2, "--profile_batch", 2], "timeline_batch2_all.json"),
     (8, 2, ["--pp_size", 2], "metrics.jsonl"),
-    (9, 1, ["--profile_batch", 2], "timeline_batch2_all.json"), (16, 1, [], "config.json")])
+    (9, 1, ["--profile_batch", 2], "timeline_batch2_all.json"), (16, 1, [], "config.json"),
+    (19, 2, ["--generators", 1, "--max_tokens", 2048], "metrics.jsonl")])
 def test_a_full_disk(tmp_path, step, ranks, args, name):
     """Of which one rank hears, perhaps in the middle of a run. It says so; the others, which lose it, say nothing."""
     path = tmp_path / "runs" / "full" / name
