@@ -47,6 +47,8 @@ def look(step: int | str, flags: str | Sequence = (), edits: Sequence[Edit] = ()
     if "types" in watch and (program.sizes.zero or size == 1):
         raise ValueError("types are not known of ZeRO's shards: leave --zero out" if program.sizes.zero else
                          "one rank has no collectives for types to check: give it more, as with --tp_size 2")
+    if {"types", "waits"} & {*watch} and any(flag.startswith("--generators") for flag in program.flags):
+        raise ValueError("types and waits watch a rank alone, which gets no answers: leave --generators out")
     of_one = any("threads" not in watch.places for watch in watches)
     if of_one and stop and stop.where:
         raise ValueError("a stop is one of ranks in this process, and types and waits watch a rank that is alone")
@@ -83,18 +85,21 @@ def one_step(program: Program) -> tuple[Program, int, str]:
     if getattr(args, "profile_batch", 0):
         raise ValueError("--profile_batch measures time, which means nothing for ranks that take turns: leave it out")
     pipelines = getattr(args, "pipelines", None) or [[1] * args.pp_size] * args.dp_size
-    size = args.tp_size * sum(map(len, pipelines)) * getattr(args, "cp_size", 1)
+    generators = getattr(args, "generators", None) or 0
+    size = args.tp_size * sum(map(len, pipelines)) * getattr(args, "cp_size", 1) + generators
+    samples = args.micro_batch_size * (getattr(args, "group_size", None) or 1)
     steps, replicas = getattr(args, "local_steps", 0) or 1, 1 if program.step == "2" else args.dp_size
+    steps = 2 + args.lag if generators else steps  # weights have come back then
     micro_batches = getattr(args, "num_microbatches", None) or getattr(args, "gradient_accumulation_steps", 1)
-    words = f"{steps} optimizer steps, as replicas exchange after so many" if steps > 1 else "one optimizer step"
+    words = f"{steps} optimizer steps, as ranks exchange weights after so many" if steps > 1 else "one optimizer step"
     if any(word.partition("=")[0] in ("--max_tokens", "--steps") for word in program.flags):
         words = "optimizer steps as the flags say"
     elif program.step == "9":
         program = program.with_flags([*program.flags, "--steps", steps])
     else:
-        tokens = steps * replicas * micro_batches * args.micro_batch_size * args.seq_len
+        tokens = steps * replicas * micro_batches * samples * args.seq_len
         program = program.with_flags([*program.flags, "--max_tokens", tokens])
     return program, size, (
         f"{size} rank{'s' * (size > 1)}, {words}: {args.num_hidden_layers} layers of "
         f"{pathlib.Path(args.model_name).name}, micro-batches: {str(micro_batches).strip('[]')} of "
-        f"{args.micro_batch_size} x {args.seq_len} tokens, {args.dtype}")
+        f"{samples} x {args.seq_len} tokens, {args.dtype}")

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from lab.launch import STEPS
 
-AXES = {"dp_size": 1, "pp_size": 1, "tp_size": 1, "cp_size": 1, "ep_size": 1, "zero": 0}
+AXES = {"dp_size": 1, "pp_size": 1, "tp_size": 1, "cp_size": 1, "ep_size": 1, "zero": 0, "generators": 0}
 
 
 class Edit(NamedTuple):
@@ -106,14 +106,15 @@ class Program:
         """The number of its ranks."""
         found = self.sizes
         stages = found.pipelines and 1 + found.pipelines.replace(";", ",").count(",")  # of step 9's unlike pipelines
-        return (stages or found.dp_size * found.pp_size * found.cp_size) * found.tp_size
+        return (stages or found.dp_size * found.pp_size * found.cp_size) * found.tp_size + found.generators
 
     def one_process(self) -> "Program":
         """The same in one process, which does the micro-batches of all replicas."""
         left_out = {*(f"--{axis}" for axis in AXES), "--zero_shares", "--gradient_accumulation_steps",
-                    "--virtual_stages", "--pp_engine"}
+                    "--virtual_stages", "--pp_engine", "--generator_tp_size"}
         kept = [word for before, word in zip(["", *self.flags], self.flags)
                 if not {before, word} & left_out and word != "--sequence_parallel"]
+        kept += ["--generators", 0] * any(flag.startswith("--generators") for flag in self.flags)  # it plays both parts
         return self.with_flags([*kept, "--dp_size", 1, "--pp_size", 1, "--tp_size", 1, "--gradient_accumulation_steps",
                                 self.sizes.dp_size * self.sizes.gradient_accumulation_steps])
 

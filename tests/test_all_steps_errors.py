@@ -95,10 +95,10 @@ with one_clear_error():
 
 @pytest.mark.parametrize("step, flag, values", [
     (2, "--seq_len", (32, 16)), (5, "--seed", (1, 2)), (8, "--num_hidden_layers", (4, 2)),
-    (9, "--pipelines", ("1,1", "2"))])
+    (9, "--pipelines", ("1,1", "2")), (19, "--lag", (0, 1))])
 def test_ranks_with_unlike_flags(run_code, tmp_path, step, flag, values):
     """Each host was started by hand, and one command differs. Paths and names may differ."""
-    sizes = {2: ["--pp_size", 2], 5: ["--dp_size", 2], 8: ["--pp_size", 2], 9: []}[step]
+    sizes = {2: ["--pp_size", 2], 5: ["--dp_size", 2], 8: ["--pp_size", 2], 9: [], 19: ["--generators", 1]}[step]
     done = run_code(step, 2, f"""
 import os
 sys.argv[-1] = {values!r}[int(os.environ["RANK"])] if sys.argv[-2] == "{flag}" else sys.argv[-1]
@@ -133,7 +133,8 @@ except pgm.UserError as error:
     (2, 2, ["--dp_size", 2], "config.json"), (3, 1, [], "metrics.jsonl"),
     (6, 2, ["--dp_size", 2, "--profile_batch", 2], "timeline_batch2_all.json"),
     (8, 2, ["--pp_size", 2], "metrics.jsonl"),
-    (9, 1, ["--profile_batch", 2], "timeline_batch2_all.json"), (16, 1, [], "config.json")])
+    (9, 1, ["--profile_batch", 2], "timeline_batch2_all.json"), (16, 1, [], "config.json"),
+    (19, 2, ["--generators", 1, "--max_tokens", 2048], "metrics.jsonl")])
 def test_a_full_disk(tmp_path, step, ranks, args, name):
     """Of which one rank hears, perhaps in the middle of a run. It says so; the others, which lose it, say nothing."""
     path = tmp_path / "runs" / "full" / name
@@ -265,6 +266,16 @@ def test_each_script_ends_with_one_line(tmp_path, step):
     (16, 1, [*EXPERTS, "--experts_per_token", 5], ["--experts_per_token 5 is more than --num_experts 4", "lower it"]),
     (17, 1, ["--outer_momentum", 0.5], ["--outer_momentum 0.5 with --local_steps 0", "add --local_steps"]),
     (17, 1, ["--local_steps", 5, "--outer_momentum", 1], ["--outer_momentum", "0 or more and below 1, got 1"]),
+    (19, 1, ["--generators", 1], ["tp_size=1 + generators=1 needs 2 processes, but 1 run"]),
+    (19, 4, ["--generators", 3, "--generator_tp_size", 2], ["--generators 3 is no multiple of --generator_tp_size 2"]),
+    (19, 1, ["--generators", 0, "--generator_tp_size", 2], ["--generators 0 is no multiple of --generator_tp_size 2"]),
+    (19, 4, ["--generators", 3, "--generator_tp_size", 3], ["num_attention_heads=8", "generator_tp_size=3"]),
+    (19, 1, ["--generators", 0, "--group_size", 1], ["--group_size 1", "use 2 or more"]),
+    (19, 1, ["--generators", 0, "--lag", 2], ["--lag", "invalid choice: 2", "0, 1"]),
+    (19, 1, ["--lag", 1], ["--lag 1 without --generators", "add --generators 1"]),
+    (19, 1, ["--generators", 0, "--seq_len", 3], ["--seq_len 3", "4 tokens of a prompt"]),
+    (19, 1, ["--generators", 0, "--eval_every", 2], ["--eval_every 2", "rollouts read no corpus"]),
+    (19, 1, ["--generators", 0, "--max_tokens", 511], ["--max_tokens 511 is less than the 512 of one step"]),
     (1, 1, ["--num_key_value_heads", 3], ["num_attention_heads=8", "num_key_value_heads=3"]),
     (3, 1, ["--tp_size", 2], ["--tp_size 2", "step 4"]),
     (3, 1, ["--dp_size", 2], ["--dp_size 2", "step 5"]),

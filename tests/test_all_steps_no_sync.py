@@ -24,6 +24,7 @@ CASES = {  # step, rank, world size, flags; the last rank of a grid computes the
     "step15": (15, 15, 16, *GRID, "--cp_size", 2, "--sequence_parallel"),
     "step16": (16, 3, 4, "--dp_size", 2, "--tp_size", 2),  # with experts the host has to know their numbers of rows
     "step18": (18, 3, 4, "--dp_size", 2, "--tp_size", 2, "--optimizer", "muon"),
+    "step19": (19, 7, 8, *GRID),
     "step10": (10, 7, 8, *GRID), "step10-first-stage": (10, 0, 8, *GRID),
     "step12-shares": (12, 3, 4, "--dp_size", 2, "--pp_size", 2, "--zero", 1, "--zero_shares", "2,1")}
 SLOW = {"step2", "step5", "step10", "step10-first-stage", "step12-shares"}

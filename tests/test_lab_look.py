@@ -21,7 +21,8 @@ CASES = {  # step -> flags that use its idea, ranks
     11: (TWO + "--pp_size 2 --virtual_stages 2 --pp_engine interleaved_zb", 2), 12: (TWO + "--dp_size 2 --zero 2", 2),
     13: (TWO + "--dp_size 2 --zero 3", 2), 14: (TWO + "--tp_size 2 --sequence_parallel", 2),
     15: (TWO + "--cp_size 2", 2), 16: (TWO + "--dp_size 2 --num_experts 4 --ep_size 2", 2),
-    17: (TWO + "--dp_size 2 --local_steps 2", 2), 18: (TWO + "--dp_size 2 --optimizer muon --zero 1", 2)}
+    17: (TWO + "--dp_size 2 --local_steps 2", 2), 18: (TWO + "--dp_size 2 --optimizer muon --zero 1", 2),
+    19: (TWO + "--tp_size 2 --generators 1 --group_size 2", 3)}
 
 
 def titles(svg: str, tag: str) -> list[str]:
@@ -39,7 +40,7 @@ def test_each_step_answers(step):
     flags, size = CASES[step]
     result = look(step, flags, watch=["messages", "schedule", "numbers"], say=(said := []).append)
     assert result.world.size == size and said[0].startswith(f"{size} rank")
-    assert len(result.rows) == (2 if step == 17 else 1) and f"loss {result.rows[0]['loss']:.6f}" in str(result)
+    assert len(result.rows) == (2 if step in (17, 19) else 1) and f"loss {result.rows[0]['loss']:.6f}" in str(result)
     kinds = {action.kind for action in result.watch("Schedule").actions}
     assert {"F", "B"} <= kinds and ("W" in kinds) == (step in (10, 11))
     html = result._repr_html_()

@@ -48,6 +48,8 @@ def find_script(args) -> pathlib.Path:
 
 def run(args, script: pathlib.Path, rank: int, machine: Machine, is_gpu: bool) -> Rank:
     """Raises UserError where the step does."""
+    if any(flag.startswith("--generators") for flag in args.flags):
+        raise UserError("--generators: a dry run has no numbers, and so no answers and no rewards: leave it out")
     try:
         return run_rank(script, args.flags, args.world, rank, machine.per_machine, machine.seconds_of, is_gpu, PRESETS)
     except ValueError as error:  # each step has a UserError of its own

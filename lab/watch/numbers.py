@@ -98,6 +98,8 @@ class WholeNumbers(Watch):
 
     def end(self, modules, rank: int) -> None:
         grid = modules.process_group_manager.process_group_manager
+        if rank not in self.of:  # it has no optimizer: a generator of step 19
+            return
         self.of[rank] |= {"final": self._readers.pop(rank)("data"), "gap": min(self._gaps[rank], default=None),
                           "peak": getattr(self._wrappers.pop(rank, None), "peak_live_activations", None),
                           "place": {"dp": grid.dp_rank, "pp": grid.pp_rank, "tp": grid.tp_rank}}

@@ -106,7 +106,7 @@ class Run(NamedTuple):
 def record(step, flags: list, ranks) -> Run:
     """The step's train.py, or that script, with these flags on these ranks."""
     rows = run(Program(step, flags), ranks, [whole := WholeNumbers()]).rows
-    return Run(rows, [whole.of[rank] for rank in range(ranks.size)])
+    return Run(rows, [whole.of[rank] for rank in sorted(whole.of)])
 
 
 def train_here(case: Case, folder: pathlib.Path) -> Run:

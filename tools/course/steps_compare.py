@@ -5,7 +5,7 @@ import re
 import subprocess
 from collections import namedtuple
 
-PREDECESSORS = {10: 8, 17: 8, 18: 12}  # of the others, the step with the number before
+PREDECESSORS = {10: 8, 17: 8, 18: 12, 19: 8}  # of the others, the step with the number before
 Change = namedtuple("Change", "what counts")  # "new" "+190", "changed" "+12 -3", "removed" "-40" or "unchanged" ""
 
 
