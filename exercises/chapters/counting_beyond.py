@@ -198,15 +198,16 @@ def active_parameters(attempt, hidden, width, layers, experts, per_token):
     "A generator answers allowed // generation whole micro-batches in this time: round microbatches / that up."),
     sizes=[dict(zip(("microbatches", "generation", "training", "busy", "lag"), size)) for size in (
         (8, 1, 4, 0.5, 0), (8, 1, 4, 1, 1), (6, 1.5, 4, 0.7, 1), (6, 0.5, 4, 0.7, 0), (9, 2, 9, 0.9, 1),
-        (9, 0.3, 9, 0.9, 0), (4, 3, 2, 0.5, 1), (4, 3, 2, 0.5, 0), (7, 1, 5, 0.75, 1), (7, 0.7, 5, 0.75, 0))], mistakes=[
+        (9, 0.3, 9, 0.9, 0), (4, 3, 2, 0.5, 1), (4, 3, 2, 0.5, 0), (7, 1, 5, 0.75, 1), (7, 0.7, 5, 0.75, 0))],
+    mistakes=[
     ("period if lag else period - training", "period", "without a lag generators wait while trainers compute"),
     ("period if lag else period - training", "period - training", "with a lag both work at the same time"),
     ("if lag", "if not lag", "the other way around: with a lag both work at the same time"),
     ("training / busy", "training", "trainers may wait for the share 1 - busy of the time"),
     ("training / busy", "training * (2 - busy)", "`busy` is a share of the time from step to step, not of `training`"),
     ("allowed // generation", "allowed / generation", "one generator answers a micro-batch: count whole ones"),
-    ("allowed // generation", "max(1, allowed // generation)", "a micro-batch takes as long with more generators: where "
-     "that is too long, no number is enough"),
+    ("allowed // generation", "max(1, allowed // generation)", "a micro-batch takes as long with more generators: "
+     "no number is enough"),
     ("-(-microbatches // each)", "microbatches // each", "round up: some generator answers what is left over"),
     ("-(-microbatches // each)", "(microbatches // each + 1)", "where it comes out even, that is one too many")])
 def generators_needed(attempt, microbatches, generation, training, busy, lag):

@@ -22,19 +22,24 @@ def weights_between_layouts(attempt):
         trainers     |    rank 0    |    rank 1    |      0 -> 2, 0 -> 3, 1 -> 3, 1 -> 4
         generators   | rank 2  | rank 3  | rank 4  |
 
-    For each `replica` of the generators and its global `ranks`, append a Transfer for each piece that travels of the
-    parameter, which has this shape, is on this pipeline stage, and is cut along dim. One of one dimension, as of a
-    norm, is whole on all tp ranks. Each generator rank gets all that it holds, and each number once. The trainers' dp
-    ranks hold the same: let them take turns. grid.trainers[dp, pp, tp] is a global rank; you may call bounds().
+    The parameter has this shape, is on this stage, and is cut along dim; one of one dimension, as of a norm, is whole on
+    all tp ranks. For each `replica` of the generators and its global `ranks`, append for each piece that travels
+    Transfer(name, dim, source, source_start, destination, destination_start, length, numel): `length` rows or columns
+    of numel numbers, which begin at source_start in the source's own part, and at destination_start in the other's.
+
+    Each generator rank gets all that it holds, and each number once. The trainers' dp ranks hold the same: let them
+    take turns. grid.trainers[dp, pp, tp] is a global rank, and bounds(size, parts) may be called.
     """
     def program_of(*sizes: int):
         def program(modules, rank):
             grid = attempt.grid(modules, *sizes[:3], generators=sizes[3], generator_tp_size=sizes[4])
             stage = small_llama(modules, lambda model: modules.pipeline_parallel.PipelineParallel(
                 modules.tensor_parallel.apply_tensor_parallel(model)), hidden=24, heads=6, kv_heads=6, layers=3)
-            params, plan, sent = dict(stage.named_parameters()), modules.rollouts.plan_transfers(stage.config), Counter()
-            for param in params.values() if grid.is_generator else ():
-                param.detach().fill_(torch.nan)
+            plan, sent = modules.rollouts.plan_transfers(stage.config), Counter()
+            params = dict(stage.named_parameters())
+            for param in params.values():
+                if grid.is_generator or param.dim() == 1:
+                    param.detach().copy_(torch.tensor(torch.nan) if grid.is_generator else torch.arange(len(param)))
             for each in plan:
                 sent[f"rank {each.source}"] += each.numel
                 shape = [*params[each.name].shape] if each.name in params else []
@@ -78,7 +83,7 @@ def group_advantages(attempt):
         attempt.grid(modules)
         modules.rollouts.log_probs, found = lambda out, ids, vocab_size: out, {}
         for kind in ("grpo", "dr_grpo"):
-            for rewards in ([[1, 0, 0, 1], [0.5] * 4, [0, 0.25, 0.5, 0.75]], [[0.25, 0.5]], [[1, 1], [0.75, 0], [0, 0]]):
+            for rewards in ([[1, 0, 0, 1], [0.5] * 4, [0, 0.25, 0.5, 0.75]], [[0.25, 0.5]], [[1, 1], [0.75, 0]]):
                 groups = torch.tensor(rewards, dtype=torch.float64)
                 log_p = torch.zeros(groups.numel(), modules.rollouts.PROMPT_TOKENS, dtype=torch.float64)  # 1 of answers
                 numbers, args = torch.cat([log_p[:, :1], groups.view(-1, 1)], 1), SimpleNamespace(

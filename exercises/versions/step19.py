@@ -1,5 +1,7 @@
 """Wrong and right answers to the exercises of step 19."""
 
+from blanks import find
+from lab.launch import STEPS
 from versions import Versions, Wrong
 
 VERSIONS = {
@@ -7,31 +9,13 @@ VERSIONS = {
         wrong=[
             Wrong("the first replica sends all", "replica % num_replicas, stage", "0, stage", "take turns"),
             Wrong("the first stage sends all", "num_replicas, stage", "num_replicas, 0", "weight not at all"),
-            Wrong("norms are cut", "1 if len(shape) == 1 else size", "size", "norm.weight [24], and"),
+            Wrong("norms are cut", "1 if len(shape) == 1 else size", "size", "layernorm.weight: 16 of 24"),
             Wrong("rows of the whole", "destination, first - start", "destination, first", "the plan says"),
             Wrong("always the first rows", "first - part[0], destination", "0, destination", "numbers are wrong"),
             Wrong("one source for each", "zip(sources, held)", "[*zip(sources, held)][i % len(held) :][:1]",
                   "numbers are wrong"),
         ],
-        right='''
-def plan_transfers(config):
-    grid, plan = pgm.process_group_manager, []
-    dp, last, size = len(grid.trainers), grid.trainers.size(1) - 1, grid.generators.size(2)
-    for replica, (ranks,) in enumerate(grid.generators.tolist()):
-        for name, param in reversed([*Llama(config).named_parameters()]):
-            layer = int(name.split(".")[1]) if "layers" in name else config.num_hidden_layers * ("final" in name)
-            stage = sum(layer >= end for _, end in bounds(config.num_hidden_layers, last + 1)[:last])
-            dim, is_whole = int("out_proj" in name or "down_proj" in name), param.dim() == 1
-            count = [param.size(dim), param.numel() // param.size(dim)]
-            for i, source in enumerate(grid.trainers[replica % dp, stage].tolist()[: 1 if is_whole else None]):
-                for j, to in enumerate(ranks):
-                    has, wants = (range(*bounds(count[0], n)[k]) if not is_whole else range(count[0])
-                                  for n, k in ((grid.trainers.size(2), i), (size, j)))
-                    if rows := sorted({*has} & {*wants}):
-                        plan.append(Transfer(name, dim, source, has.index(rows[0]), to, wants.index(rows[0]),
-                                             len(rows), len(rows) * count[1]))
-    return plan
-'''),
+        right=find(STEPS["19"] / "rollouts.py", "plan_transfers").source().replace("return plan", "return plan[::-1]")),
     "group_advantages": Versions(
         wrong=[
             Wrong("the batch's mean", "groups.mean(dim=1, keepdim=True)", "groups.mean()", "rewards [1, 0, 0, 1]"),
