@@ -22,7 +22,7 @@ def weights_between_layouts(attempt):
         trainers     |    rank 0    |    rank 1    |      0 -> 2, 0 -> 3, 1 -> 3, 1 -> 4
         generators   | rank 2  | rank 3  | rank 4  |
 
-    The parameter has this shape, is on this stage, and is cut along dim; one of one dimension, as of a norm, is whole on
+    The parameter has this shape, is on this stage, and is cut along dim; one of one dimension, as a norm's, is whole on
     all tp ranks. For each `replica` of the generators and its global `ranks`, append for each piece that travels
     Transfer(name, dim, source, source_start, destination, destination_start, length, numel): `length` rows or columns
     of numel numbers, which begin at source_start in the source's own part, and at destination_start in the other's.
