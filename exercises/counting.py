@@ -191,3 +191,11 @@ def active_parameters(hidden, width, layers, experts, per_token):
     # four of attention, the router, and the experts that the token passes
     matrices = 4 * hidden * hidden + hidden * experts + per_token * 3 * hidden * width
     return layers * matrices
+
+
+def generators_needed(microbatches, generation, training, busy, lag):
+    """Generators with which trainers compute for the share `busy` of the time at least; 0 if no number is enough."""
+    period = training / busy  # seconds from step to step that are allowed
+    allowed = period if lag else period - training  # of these for generation: without a lag, trainers wait for it
+    each = allowed // generation  # micro-batches that a generator can answer in it
+    return -(-microbatches // each) if each else 0

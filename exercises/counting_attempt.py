@@ -69,6 +69,7 @@ RATIOS = {
     "samples": {2: "twice as many", 0.5: "half as many: is something counted twice?"},
     "layers": {2: "twice as many", 0.5: "half as many", 4: "four times: weights alone fit so often, but gradients and "
                "AdamW's moments are there, too"},
+    "generators": {2: "twice as many", 0.5: "half as many"},
     "all-reduces": {2: "twice as many", 0.5: "half as many"},
 }
 

@@ -2,12 +2,14 @@
 
 import functools
 import types
+from unittest import mock
 
 import torch
 
 from counting_ranks import DP_TP, on_grid, small_llama
 from counting_runs import llama
 from lab.program import Program
+from lab.thread_ranks import World
 
 IDS = torch.zeros(1, 4, dtype=torch.long)
 
@@ -87,3 +89,42 @@ def active_run(hidden: int, width: int, layers: int, experts: int, per_token: in
             lambda module, args, matrices=matrices: used.extend(matrices if args[0].numel() else []))
     model(torch.zeros(1, 1, dtype=torch.long), torch.arange(1))
     return sum(param.numel() for param in used)
+
+
+@functools.cache
+def busy_share(microbatches: int, generators: int, generation: float, training: float, lag: int) -> float:
+    """The share of the last step's time in which a trainer computes, by clocks that messages carry along."""
+    world, source, now = World(1 + generators), Program("19"), torch.zeros(1 + generators, dtype=torch.float64)
+    args = mock.Mock(generators=generators, lag=lag, gradient_accumulation_steps=microbatches, micro_batch_size=1,
+                     group_size=2, seq_len=4)
+
+    def main(rank: int) -> float:
+        modules = source.load()
+        modules.process_group_manager.setup_process_group_manager(1, 1, 1, generators)
+        rollouts, weight = modules.rollouts, torch.zeros(1)
+
+        def generate(*args):
+            now[rank] += generation
+            return weight, weight
+
+        def receive(shape, dtype, sender, *args):
+            torch.distributed.recv(clock := torch.zeros_like(now[0]), sender)
+            now[rank] = max(now[rank], clock)
+            return torch.zeros(shape, dtype=dtype)
+
+        rollouts.generate, rollouts.receive, rollouts.LetterTask = generate, receive, mock.Mock()
+        rollouts.send = lambda tensor, receiver: torch.distributed.send(now[rank].clone(), receiver)
+        rollouts.plan_transfers = lambda config: [
+            rollouts.Transfer("weight", 0, 0, 0, to, 0, 1, 1) for to in range(1, 1 + generators)]
+        stage = mock.Mock(dtype=weight.dtype, named_parameters={"weight": weight}.items)
+        if rank:
+            return rollouts.run_generator(args, stage, 3)
+        trainer = rollouts.Rollouts(args, stage, 3, torch.device("cpu"))
+        for step in (1, 2, 3):
+            before = now[0].item()
+            trainer.begin(step)
+            now[0] += training
+            trainer.end(step)
+        return training / (now[0].item() - before)
+
+    return world.run(main)[0]

@@ -1,9 +1,9 @@
 """Exercises that count: unlike pipelines, and what divides a training further, by runs of these steps."""
 
-import torch
+import bisect
 
 from counting_attempt import counts
-from counting_further import active_run, fsdp_run, norms_run, ring_run, zero_run
+from counting_further import active_run, busy_share, fsdp_run, norms_run, ring_run, zero_run
 from counting_ranks import DP_TP, played
 from counting_runs import count_of
 
@@ -190,3 +190,37 @@ def active_parameters(attempt, hidden, width, layers, experts, per_token):
     that take part.
     """
     return active_run(hidden, width, layers, experts, per_token)
+
+
+@counts("19", "generators", hints=(
+    "Of training / busy seconds from step to step, trainers compute for `training`, and may wait for the rest.",
+    "Without a lag, generation has only that rest; with a lag, it has all the time from step to step.",
+    "A generator answers allowed // generation whole micro-batches in this time: round microbatches / that up."),
+    sizes=[dict(zip(("microbatches", "generation", "training", "busy", "lag"), size)) for size in (
+        (8, 1, 4, 0.5, 0), (8, 1, 4, 1, 1), (6, 1.5, 4, 0.7, 1), (6, 0.5, 4, 0.7, 0), (9, 2, 9, 0.9, 1),
+        (9, 0.3, 9, 0.9, 0), (4, 3, 2, 0.5, 1), (4, 3, 2, 0.5, 0), (7, 1, 5, 0.75, 1), (7, 0.7, 5, 0.75, 0))],
+    mistakes=[
+    ("period if lag else period - training", "period", "without a lag generators wait while trainers compute"),
+    ("period if lag else period - training", "period - training", "with a lag both work at the same time"),
+    ("if lag", "if not lag", "the other way around: with a lag both work at the same time"),
+    ("training / busy", "training", "trainers may wait for the share 1 - busy of the time"),
+    ("training / busy", "training * (2 - busy)", "`busy` is a share of the time from step to step, not of `training`"),
+    ("allowed // generation", "allowed / generation", "one generator answers a micro-batch: count whole ones"),
+    ("allowed // generation", "max(1, allowed // generation)", "a micro-batch takes as long with more generators: "
+     "no number is enough"),
+    ("-(-microbatches // each)", "microbatches // each", "round up: some generator answers what is left over"),
+    ("-(-microbatches // each)", "(microbatches // each + 1)", "where it comes out even, that is one too many")])
+def generators_needed(attempt, microbatches, generation, training, busy, lag):
+    """Count the generators that keep trainers busy.
+
+    Generators share the `microbatches` micro-batches of a step, and each answers one after the other, in `generation`
+    seconds. When all answers are there, the trainers compute for `training` seconds. With lag 0 generators then begin
+    the next step, with new weights; with lag 1 they answer its prompts meanwhile. Messages take no time.
+
+    Return the least number of generators with which trainers compute for the share `busy` of the time or more, from the
+    end of a step to the end of the next; 0 if no number is enough. The check runs step 19's generators and trainer,
+    with clocks in place of a model.
+    """
+    least = 1 + bisect.bisect_left(range(1, microbatches + 1), True, key=lambda generators: busy_share(
+        microbatches, generators, generation, training, lag) > busy - 1e-9)
+    return least if least <= microbatches else 0
