@@ -40,7 +40,8 @@ FAULTS = (
           (("pipeline_parallel.py", "return rank, groups[action.kind][chunk != action.chunk]",
             "return rank, grid.pp_group"),
            ("pipeline_parallel.py", 'for upcoming in (action for action in actions[k : k + 1 + '
-            'communication.receives_ahead] if action.kind != "W"):', "for upcoming in sorted(actions[k : k + 1 + communication.receives_ahead]):")),
+            'communication.receives_ahead] if action.kind != "W"):', "for upcoming in sorted(actions[k : k + 1 "
+            "+ communication.receives_ahead]):")),
           {"numbers": "the loss is wrong already"}),
     Fault("armed", "8 --dp_size 2 --pp_size 2",
           "The last forward arms the all-reduce, which an earlier backward starts.",
@@ -141,7 +142,8 @@ FAULTS = (
           ("alpa-projects/alpa#324",),
           (("pipeline_parallel.py", "        i, received = action.microbatch, communication.receive(action)\n",
             '        if action.kind == "F" and model.module.embedding is not None:\n            dist'
-            ".broadcast(model.module.embedding.weight.data, grid.ranks[grid.dp_rank, 0, grid.tp_rank].item(), grid.pp_ends_group)\n"
+            ".broadcast(model.module.embedding.weight.data, grid.ranks[grid.dp_rank, 0, grid.tp_rank].item(), "
+            "grid.pp_ends_group)\n"
             "        i, received = action.microbatch, communication.receive(action)\n"),),
           {"bytes": "times as many", "types": "missing axis pp"}, TIED),
     Fault("cooldown", "8 --dp_size 2 --pp_size 2", "Only a cool-down averages gradients, and the last stage has none.",
@@ -151,7 +153,8 @@ FAULTS = (
            ("pipeline_parallel.py", "        model.finish_gradient_sync()\n",
             "        if not grid.pp_is_last_stage:\n            model.finish_gradient_sync()\n")),
           {"numbers": (r"ranks \[1, 3\]", "never averaged over ranks"), "bytes": "rank 1 sends .*: 0.016"}),
-    Fault("unasked", "7 --pp_size 2", "The first stage sends the targets and waits, the last one first takes its input.",
+    Fault("unasked", "7 --pp_size 2", "The first stage sends the targets and waits, the last one first takes "
+            "its input.",
           ("tdrussell/diffusion-pipe#409",),
           (("pipeline_parallel.py", '    x = batch["input_ids"] if', "    if grid.pp_is_first_stage:\n"
             '        dist.send(batch["target_ids"], grid.pp_next_rank, grid.pp_ends_group)\n    else:\n'
