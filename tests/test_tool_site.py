@@ -32,7 +32,7 @@ SEARCHES = {  # what people type -> the page that has to be among the first thre
     "load checkpoint on another grid": "checkpoints", "CUDA OOM in backward": "profiling", "ring attention zigzag": "step15",
     "how to split llama 70b": "choose", "resume": "checkpoints", "save": "checkpoints"}
 KINDS = ("index", "step4", "tour-4", "playground", "choose", "exercise-f", "source-tools-sizes-splits.py", "fine_tuning",
-         "08_1f1b")
+         "08_1f1b", "museum")
 
 
 class Reader(html.parser.HTMLParser):
