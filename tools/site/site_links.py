@@ -26,7 +26,8 @@ GROUPS = {  # of the navigation -> its pages, in order; a pattern takes those th
     "Beyond": ("beyond/README.md", "choose", "beyond/step*/README.md"),
     "Your machines": ("cluster/README.md", "cluster/*.md", "docs/FLAGS.md", "docs/LAUNCHERS.md", "docs/LARGE_RUNS.md"),
     "Is your trainer right": ("docs/SAME_NUMBERS.md", "docs/MUSEUM.md", "docs/FOUND.md", "docs/SCOREBOARD.md",
-                              "same_numbers/*.md", "docs/TYPES.md", "docs/DEBUGGING.md", "docs/COMPARING_RUNS.md", "docs/PROFILING.md"),
+                              "same_numbers/*.md", "docs/TYPES.md", "docs/DEBUGGING.md", "docs/COMPARING_RUNS.md",
+                              "docs/PROFILING.md"),
     "Reference": ("docs/TORCH.md", "docs/BENCHMARKS.md", "step*/*.md", "tools/README.md", "CONTRIBUTING.md"),
 }
 FORMS = {"playground": "Schedule playground", "choose": "How to split"}  # pages that are forms: name -> title
