@@ -25,7 +25,8 @@ from typing import NamedTuple
 
 from lab.launch import STEPS
 
-AXES = {"dp_size": 1, "pp_size": 1, "tp_size": 1, "cp_size": 1, "ep_size": 1, "zero": 0, "generators": 0}
+AXES = {"dp_size": 1, "pp_size": 1, "tp_size": 1, "cp_size": 1, "ep_size": 1, "zero": 0, "generators": 0,
+        "virtual_stages": 1}
 
 
 class Edit(NamedTuple):
@@ -110,8 +111,8 @@ class Program:
 
     def one_process(self) -> "Program":
         """The same in one process, which does the micro-batches of all replicas."""
-        left_out = {*(f"--{axis}" for axis in AXES), "--zero_shares", "--gradient_accumulation_steps",
-                    "--virtual_stages", "--pp_engine", "--generator_tp_size"}
+        left_out = {*(f"--{axis}" for axis in AXES), "--zero_shares", "--gradient_accumulation_steps", "--pp_engine",
+                    "--generator_tp_size"}
         kept = [word for before, word in zip(["", *self.flags], self.flags)
                 if not {before, word} & left_out and word != "--sequence_parallel"]
         kept += ["--generators", 0] * any(flag.startswith("--generators") for flag in self.flags)  # it plays both parts

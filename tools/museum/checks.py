@@ -24,7 +24,9 @@ from lab.watch.schedule import check_schedules
 from museum import trainers
 from museum.fault import Fault
 
-NOT_TYPED = {"pp": "torch.distributed.pipelining sends objects", "ddp": "DDP's hooks are C++"}
+NOT_TYPED = {"pp": "torch.distributed.pipelining sends objects", "ddp": "DDP's hooks are C++",
+             "--zero": "ZeRO's sums are sends and receives of unlike parts",
+             "--virtual_stages": "types know no virtual stages"}
 STOPPED = Violation, KeyError  # of ranks that do not come to an end
 STEPS_RUN, STEPS_RECORDED, FEW_MICROBATCHES = 2, 3, ("--gradient_accumulation_steps", "4")
 
@@ -117,8 +119,8 @@ def cannot(fault: Fault, check: str) -> str:
         return f"of {fault.where}"
     if fault.is_trainer:
         return {"numbers": "", "types": NOT_TYPED.get(fault.step, "")}.get(check, "of steps only")
-    if check == "types" and "--zero" in fault.where:
-        return NOT_TYPED["sharded"]
+    if check == "types" and (reasons := [reason for word, reason in NOT_TYPED.items() if word in fault.where.split()]):
+        return reasons[0]
     return "no pipeline" if check == "schedule" and "--pp_size" not in fault.where else ""
 
 

@@ -56,7 +56,7 @@ def guess(axis: str = "", seed: int | None = None) -> int:
         script = program.copy(pathlib.Path(folder))
         print(f"One of these faults is in {script.parent}:\n")
         for name in names:
-            print(f"    {name:9} {FAULTS[name].sentence}")
+            print(f"    {name:12} {FAULTS[name].sentence}")
         flags = shlex.join([*fault.flags, "--model_name", str(ROOT / "assets" / "tiny_llama")])
         print(f"\ntorchrun --nproc_per_node {program.size} {script} {flags}\n\n"
               f"Type a check ({', '.join(checks.CHECKS)}, loss), diff to give up, or the fault's name.")

@@ -56,8 +56,8 @@ def last_loss(fault: Fault, healthy: bool) -> float:
             trainers.record(1 if healthy else 2, [(trainer, folder)], STEPS)
             return trainers.losses(folder)[STEPS - 1]
     program = fault.program(*checks.FEW_MICROBATCHES, healthy=healthy)
-    stages = program.sizes.pp_size * getattr(program.sizes, "virtual_stages", 1)
-    return checks.train(program, STEPS, layers=max(stages, 2)).rows[-1]["loss"]
+    sizes = program.sizes
+    return checks.train(program, STEPS, layers=max(sizes.pp_size * sizes.virtual_stages, 2)).rows[-1]["loss"]
 
 
 @functools.cache

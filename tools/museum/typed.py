@@ -44,7 +44,8 @@ def check_step(program: Program, type_on_tp: Callable[[str, bool], str] | None =
     """
     found = program.sizes
     micro_batches, length = max(2, found.pp_size), 32 if found.cp_size * found.tp_size > 8 else 16
-    small = {"seq_len": length, "num_key_value_heads": max(found.tp_size, 4), "num_hidden_layers": found.pp_size,
+    small = {"seq_len": length, "num_key_value_heads": max(found.tp_size, 4),
+             "num_hidden_layers": found.pp_size * found.virtual_stages,
              "gradient_accumulation_steps": micro_batches, "max_tokens": micro_batches * length * found.dp_size}
     flags = (*program.flags, *(word for name, value in small.items() for word in (f"--{name}", str(value))))
     run(program.with_flags(flags), alone(0, program.size), [types := Types(type_on_tp)])
