@@ -78,6 +78,7 @@ class Collectives(Baton):
         self.everyone = Group(self, tuple(range(size)))
         self.counts: dict[tuple, int] = defaultdict(int)  # (rank, group) -> collectives that it has had
         self.collectives: dict[tuple, dict[int, tuple]] = defaultdict(dict)  # (group, number) -> what each rank gave
+        self.taken: dict[tuple, int] = defaultdict(int)  # (group, number) -> ranks that have got its result
         self.moments, self.numbers = itertools.count(), itertools.count(1)  # what happens; messages and collectives
         self.number_of: dict[tuple, int] = {}  # that of a collective in `collectives`
 
@@ -118,6 +119,9 @@ class Collectives(Baton):
             self.log(Event(rank, kind, group.ranks, None, num_bytes, self.clocks[rank], *tensor, self.number_of[key],
                            posted, next(self.moments)))
             take({each: entries[each][1] for each in group.ranks})
+            self.taken[key] += 1
+            if self.taken[key] == group.size():  # a run of many steps does not keep what all are done with
+                del self.collectives[key], self.taken[key]
 
         handle = Handle(self, f"{kind} of the ranks {[*group.ranks]}",
                         lambda: [each for each in group.ranks if each not in entries],

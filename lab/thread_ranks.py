@@ -35,12 +35,17 @@ class Send:
 
     def __init__(self, rank: int, tensor: torch.Tensor, arrival: int):
         self.rank, self.tensor, self.arrival, self.place = rank, tensor, arrival, place()
-        self.content, self.handle, self.is_matched = tensor.detach().clone(), None, False
+        self.content, self.handle, self.is_matched, self.is_taken = tensor.detach().clone(), None, False, False
 
     def check_unchanged(self) -> None:
         if not self.handle.waited and not same_bits(self.tensor, self.content):
             raise Violation(f"rank {self.rank} changed a tensor while it was being sent: {self.place}. Wait for the "
                             "send first, or send a copy.")
+
+    def let_go(self) -> None:
+        """A run of many steps does not keep what both sides are done with."""
+        if self.is_taken and self.handle.waited:
+            self.content = None
 
 
 class SendHandle(Handle):
@@ -74,7 +79,7 @@ class World(Collectives):
         self.groups: list[Group] = []
         self.num_groups, self.num_own = [0] * size, [0] * size  # that each rank has made, and that it is in
         self.local_groups: dict[tuple, Group] = {}  # (ranks, number) -> a group that its members alone make
-        self.sent: list[Send] = []
+        self.sent: list[Send] = []  # and not waited for
         self.sends: dict[tuple, list[Send]] = defaultdict(list)  # (group, sender, receiver) -> not matched yet
         self.receives: dict[tuple, list[Receive]] = defaultdict(list)
 
@@ -170,6 +175,8 @@ class World(Collectives):
             message.handle.waited = False
             message.check_unchanged()
             message.handle.waited, message.tensor = True, None  # whoever has sent it may let go of it
+            self.sent.remove(message)
+            message.let_go()
             self.clocks[rank] = max(self.clocks[rank], message.arrival)
 
         message.handle = SendHandle(self, f"send to rank {peer}, shape {list(tensor.shape)}", lambda: [peer],
@@ -193,6 +200,8 @@ class World(Collectives):
             self.log(Event(rank, "receive", group.ranks, peer, tensor.nbytes, self.receives_until[rank],
                            *message.details, posted, next(self.moments)))
             tensor.detach().copy_(message.content.view_as(tensor))
+            message.is_taken = True
+            message.let_go()
 
         self.receives[group, peer, rank].append(receive)
         self.match(group, peer, rank)
@@ -217,7 +226,7 @@ class World(Collectives):
                 raise Violation(f"rank {rank} ends, and what it was to receive from rank {sender} has not come: "
                                 f"{receives[0].place}")
         for message in self.sent:
-            if message.rank == rank and not message.handle.waited:
+            if message.rank == rank:  # what was waited for is not kept
                 raise Violation(f"rank {rank} ends, and has not waited for what it sends: call wait() of the handle. "
                                 f"{message.place}")
 

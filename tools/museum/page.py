@@ -98,7 +98,8 @@ def all_rows(names: list[str], jobs: int) -> list[Row]:
     for name in names:
         tasks.setdefault((FAULTS[name].where, FAULTS[name].besides), []).append(name)
     os.environ["OMP_NUM_THREADS"] = "1"
-    with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+    with concurrent.futures.ProcessPoolExecutor(  # a new process for each task: runs keep memory
+            jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
         made = pool.map(rows_of, sorted(tasks.values(), key=len, reverse=True))
         return sorted(sum(made, []), key=lambda each: names.index(each.name))
 
