@@ -13,7 +13,8 @@ var Scorer = {
     let [page, , anchor, , score, , kind] = result;
     if (kind === "index") {
       if (anchor) result[3] = anchor.slice(1).replace(/-/g, " "); // the place in the page, shown behind its title
-      return score < 60 ? score / 10 : score + 1000;
+      const step = (page.match(/^step(\d+)/) || [0, 0])[1]; // of several steps, the first one that defines a name
+      return score < 60 ? score / 10 : score + 1000 - step / 100;
     }
     for (const word of wordsOf(lookedFor()).filter((word) => word.length > 2)) // "on" begins too many others
       score += Math.max(0, ...Object.entries(WEIGHTS[page] || {}).map(([w, weight]) => w.startsWith(word) && weight));
