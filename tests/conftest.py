@@ -13,11 +13,11 @@ import random
 import re
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pytest
 from host_facts import available_memory, usable_cores
-from lab.launch import ROOT, STEPS, environment, fork
+from lab.launch import ROOT, STEPS, environment, fork, fork_server
 
 pytest.register_assert_rewrite("support.recordings", "support.families")  # so that their asserts show what they compared
 
@@ -57,6 +57,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 OURS = []  # warnings that lines of this repository have caused
+SECONDS = Counter()  # file -> processor seconds of its tests and of the processes whose end they waited for
+
+
+def processor_seconds() -> float:
+    """Of this process and of those whose end was waited for: by itself, and by what fork() has started, on Linux."""
+    seconds = sum(os.times()[:4])
+    if fork_server.cache_info().currsize and (stat := pathlib.Path(f"/proc/{fork_server().process.pid}/stat")).is_file():
+        seconds += sum(map(int, stat.read_text().rpartition(")")[2].split()[11:15])) / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 def pytest_warning_recorded(warning_message) -> None:
@@ -65,14 +74,32 @@ def pytest_warning_recorded(warning_message) -> None:
         OURS.append(f"{path}:{warning_message.lineno}: {warning_message.message}")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    before = processor_seconds()
+    result = yield
+    SECONDS[item.path.name] += processor_seconds() - before
+    return result
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    SECONDS.update(getattr(node, "workeroutput", {}).get("seconds", {}))  # a process that was killed has left none
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A warning of our own is an error."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["seconds"] = dict(SECONDS)
     if OURS and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
+    """Processor time does not grow with what else the machine does, as the seconds of --durations do."""
+    if dearest := [f"{count:.0f} {name}" for name, count in SECONDS.most_common(10) if count >= 1]:
+        terminalreporter.write_line(f"processor seconds: {sum(SECONDS.values()):.0f} in all; {', '.join(dearest)}")
     for text in OURS:
         terminalreporter.write_line(f"a warning of our own: {text}", red=True)
 
