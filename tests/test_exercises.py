@@ -82,7 +82,10 @@ def test_wrong_answers_are_refused(name, tmp_path):
     assert len(versions(name).wrong) >= 3
     for wrong in versions(name).wrong:
         assert ours.count(wrong.old) == 1, wrong
-        found = verdict(one, ours.replace(wrong.old, wrong.new), tmp_path)
+        answer = ours.replace(wrong.old, wrong.new)
+        for further in wrong.besides:
+            answer = answer.replace(*further)
+        found = verdict(one, answer, tmp_path)
         assert not found.is_right, f"accepted: {wrong.sentence}"
         assert wrong.symptom in found.message, (wrong.sentence, found.message)
         assert len(found.message.splitlines()) <= 30 and "Traceback" not in found.message

@@ -5,9 +5,8 @@ from versions import Versions, Wrong
 VERSIONS = {
     "shares_by_speed": Versions(
         wrong=[
-            Wrong("a piece is left over", "for _ in range(total - num_ranks):", "for _ in range(total - num_ranks - "
-                "1):",
-                  "the sum of the shares"),
+            Wrong("a piece is left over", "for _ in range(total - num_ranks):",
+                  "for _ in range(total - num_ranks - 1):", "the sum of the shares"),
             Wrong("limits are ignored", "if shares[rank] < limits[rank]:", "if True:", "beyond a limit"),
             Wrong("a rank may have nothing", "shares = [1] * num_ranks", "shares = [2] + [0] + [1] * (num_ranks - 2)",
                   "a rank has no piece"),
@@ -48,9 +47,8 @@ def encode(x, dtype):
         wrong=[
             Wrong("nothing is left over", "self.left_over = wanted - sent", "self.left_over = 0.0", "the sum of what "
                 "was sent"),
-            Wrong("only this step's error is kept", "self.left_over = wanted - sent", "self.left_over = gradient - "
-                "sent",
-                  "the sum of what was sent"),
+            Wrong("only this step's error is kept", "self.left_over = wanted - sent",
+                  "self.left_over = gradient - sent", "the sum of what was sent"),
             Wrong("the sign is wrong", "self.left_over = wanted - sent", "self.left_over = sent - wanted",
                   "the sum of what was sent"),
             Wrong("quantise() is torch's round", "sent = self.quantise(wanted)", "sent = wanted.round()",

@@ -6,8 +6,7 @@ VERSIONS = {
     "just_in_time": Versions(
         wrong=[
             Wrong("backward does not gather", "output.register_hook(lambda gradient: self.before_backward(layer))",
-                "pass",
-                  "backward reaches decoder_layers.2"),
+                  "pass", "backward reaches decoder_layers.2"),
             Wrong("forward does not wait", "        self.gather(layer)\n        if layer in self.following:",
                   "        self.start_gather(layer)\n        if layer in self.following:", "weights are "
                       "still arriving"),

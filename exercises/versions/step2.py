@@ -1,6 +1,6 @@
 """Wrong and right answers to the exercises of step 2."""
 
-from versions import Versions, Wrong
+from versions import Versions, Wrong, museum
 
 VERSIONS = {
     "rank_to_coordinates": Versions(
@@ -18,8 +18,7 @@ VERSIONS = {
                   "self.ranks[self.dp_rank, self.pp_rank]", "its dp group with dp 2 x pp 1 x tp 3"),
             Wrong("pp groups reach over two blocks", "make_group(self.ranks[self.dp_rank, :, self.tp_rank])",
                   "make_group(self.ranks[:, :, self.tp_rank].flatten())", "its pp group with"),
-            Wrong("members alone make groups that all have to make", ", use_local_synchronization=True", "",
-                  "have to make all groups, in the same order"),
+            museum("creation", "have to make all groups, in the same order"),
             Wrong("half of the ranks make another axis first", "self.tp_group = make_group(",
                   "if self.dp_rank:\n        self.dp_group = make_group(self.ranks[:, self.pp_rank, self.tp_rank])\n"
                   "    self.tp_group = make_group(", "deadlock"),
@@ -49,9 +48,8 @@ def broadcast(tensor, source):
             Wrong("the second half of the rounds is missing", "range(2 * (size - 1))", "range(size - 1)", "expected"),
             Wrong("a part is cleared before it is sent", "sending.wait()", "outgoing.zero_(); sending.wait()",
                   "changed a tensor while it was being sent"),
-            Wrong("all ranks send first",
-                  "sending = dist.isend(outgoing, after)", "sending = None; dist.send(outgoing, after)",
-                  "circle"),
+            Wrong("all ranks send first", "sending = dist.isend(outgoing, after)",
+                  "sending = None; dist.send(outgoing, after)", "circle"),
             Wrong("12 numbers always", "tensor.chunk(size)", "tensor[:12].chunk(size)", "IndexError"),
             Wrong("rounds enough for 4 ranks", "range(2 * (size - 1))", "range(6)", "the sum over 5 ranks"),
             Wrong("the parts are copies of another dtype", "tensor.chunk(size)", "tensor.float().chunk(size)",

@@ -5,9 +5,8 @@ from versions import Versions, Wrong
 VERSIONS = {
     "samples_of_a_step": Versions(
         wrong=[
-            Wrong("the last sample has no last target",
-                  "(len(self.tokens) - 1) // seq_len", "len(self.tokens) // seq_len",
-                  "samples_per_epoch in a corpus of the 12 tokens"),
+            Wrong("the last sample has no last target", "(len(self.tokens) - 1) // seq_len",
+                  "len(self.tokens) // seq_len", "samples_per_epoch in a corpus of the 12 tokens"),
             Wrong("samples share no token", "i % self.samples_per_epoch * self.seq_len",
                   "i % self.samples_per_epoch * (self.seq_len + 1)", "sample 1 in a corpus of the 13 tokens"),
             Wrong("the corpus is not repeated", "i % self.samples_per_epoch * self.seq_len", "i * self.seq_len",

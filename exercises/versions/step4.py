@@ -1,11 +1,11 @@
 """Wrong and right answers to the exercises of step 4."""
 
-from versions import Versions, Wrong
+from versions import Versions, Wrong, museum
 
 VERSIONS = {
     "f": Versions(
         wrong=[
-            Wrong("the gradient is handed on", "        all_reduce(grad)\n", "", "the gradient of the input"),
+            museum("partial", "the gradient of the input"),
             Wrong("the gradient is summed in place", "grad = grad.clone(memory_format=torch.contiguous_format)",
                   "grad = grad.contiguous()", "Autograd may use it elsewhere"),
             Wrong("the copy has the strides of the gradient", "grad.clone(memory_format=torch.contiguous_format)",
@@ -15,9 +15,7 @@ VERSIONS = {
         ]),
     "g": Versions(
         wrong=[
-            Wrong("backward sums, too",
-                  "        return grad\n", "        grad = grad.clone()\n        all_reduce(grad)\n"
-                  "        return grad\n", "the gradient of this rank's term"),
+            museum("double", "the gradient of this rank's term"),
             Wrong("nothing is summed", "        all_reduce(x)\n", "", "the output"),
             Wrong("the mean instead of the sum", "        return x\n",
                   "        x /= pgm.process_group_manager.tp_world_size\n        return x\n", "(1/2 of it)"),
@@ -31,17 +29,15 @@ VERSIONS = {
                   "the loss of 4 tokens"),
             Wrong("nothing is subtracted", "logits = logits - largest.unsqueeze(-1)", "logits = logits.clone()",
                   "logits up to 2"),
-            Wrong("other ranks count column 0 as the target",
-                  ".squeeze(-1).masked_fill(elsewhere, 0.0)", ".squeeze(-1)",
-                  "the loss of 4 tokens"),
+            Wrong("other ranks count column 0 as the target", ".squeeze(-1).masked_fill(elsewhere, 0.0)",
+                  ".squeeze(-1)", "the loss of 4 tokens"),
             Wrong("4 tokens always", ".mean()", ".sum() / 4", "the loss of 3 tokens"),
             Wrong("the logits are changed", "logits = logits - largest.unsqueeze(-1)",
                   "logits = logits.sub_(largest.unsqueeze(-1))", "forward changes the logits"),
         ]),
     "norm_over_tp": Versions(
         wrong=[
-            Wrong("what is not split counts on every rank", "if is_first or param in split", "",
-                  "the gradient norm with tp_size 2"),
+            museum("counted", "the gradient norm with tp_size 2"),
             Wrong("each rank has the norm of its part",
                   "all_reduce(squares)", "pass", "the gradient norm with tp_size 2"),
             Wrong("norms are summed instead of squares", "get_total_norm(rows) ** 2\n", "get_total_norm(rows)\n",
@@ -49,12 +45,9 @@ VERSIONS = {
         ]),
     "recursive_doubling": Versions(
         wrong=[
-            Wrong("the partner is the next rank",
-                  "grid.tp_rank ^ distance", "(grid.tp_rank + distance) % grid.tp_world_size",
-                  "deadlock"),
-            Wrong("each rank sends first and waits",
-                  "sending = dist.isend(tensor, group=grid.tp_group, group_dst=partner)",
-                  "dist.send(tensor, group=grid.tp_group, group_dst=partner); sending = None", "circle"),
+            Wrong("the partner is the next rank", "grid.tp_rank ^ distance",
+                  "(grid.tp_rank + distance) % grid.tp_world_size", "deadlock"),
+            museum("crossed", "circle"),
             Wrong("the maximum is forgotten", "torch.add if op == dist.ReduceOp.SUM else torch.maximum", "torch.add",
                   "the maximum"),
             Wrong("distances for 8 ranks", "(1, 2, 4, 8)[", "(1, 2, 4)[", "tp 16, the sum"),

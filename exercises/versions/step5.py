@@ -1,15 +1,13 @@
 """Wrong and right answers to the exercises of step 5."""
 
-from versions import Versions, Wrong
+from versions import Versions, Wrong, museum
 
 VERSIONS = {
     "samples_of_a_replica": Versions(
         wrong=[
-            Wrong("a replica's first sample is its number",
-                  "range(grid.dp_rank * micro_batch_size,", "range(grid.dp_rank,",
-                  "as dp rank 1 with dp 2 x tp 1"),
-            Wrong("all replicas read all samples", "grid.dp_world_size * micro_batch_size)", "micro_batch_size)",
-                  "as dp rank 0 with dp 2 x tp 1"),
+            Wrong("a replica's first sample is its number", "range(grid.dp_rank * micro_batch_size,",
+                  "range(grid.dp_rank,", "as dp rank 1 with dp 2 x tp 1"),
+            museum("samples", "as dp rank 1 with dp 2 x tp 1"),
             Wrong("each replica reads one piece of the corpus",
                   "range(grid.dp_rank * micro_batch_size, len(samples), grid.dp_world_size * micro_batch_size)",
                   "range(grid.dp_rank * len(samples) // grid.dp_world_size, (grid.dp_rank + 1) * len(samples) // "
@@ -31,12 +29,7 @@ def __init__(self, samples, micro_batch_size, gradient_accumulation_steps, devic
     "average_at_the_right_time": Versions(
         wrong=[
             Wrong("the sum is not divided", "            param.grad /= grid.dp_world_size\n", "", "(2 times as large)"),
-            Wrong("only the last micro-batch's own gradient is averaged",
-                  "param.register_post_accumulate_grad_hook(self.allreduce_grad)",
-                  "param.register_hook(self.average)\n\n    def average(self, grad):\n"
-                  "        if self.require_backward_grad_sync:\n"
-                  "            dist.all_reduce(grad := grad / 2, group=pgm.process_group_manager.dp_group)\n"
-                  "        return grad", "the gradients of optimizer step 1, with 2 replicas and 3 micro-batches"),
+            museum("drift", "the gradients of optimizer step 1, with 2 replicas and 3 micro-batches"),
             Wrong("the accumulated sum is divided after each micro-batch",
                   "        if self.require_backward_grad_sync:\n",
                   "        param.grad /= 2\n        if self.require_backward_grad_sync:\n", "with 2 replicas and 3"),

@@ -1,8 +1,6 @@
 """Wrong and right answers to the exercises of step 7."""
 
-from versions import Versions, Wrong
-
-LAYERS = "torch.arange(num_layers, device=\"cpu\").tensor_split(grid.pp_world_size)[grid.pp_rank].tolist()"
+from versions import Versions, Wrong, museum
 
 VERSIONS = {
     "afab": Versions(
@@ -23,7 +21,7 @@ def afab(stage, num_stages, num_microbatches):
     "leaf_of_a_stage": Versions(
         wrong=[
             Wrong("what was received gets no gradient", "received.requires_grad_()", "received", "NoneType"),
-            Wrong("the loss is not divided", " / data_loader.gradient_accumulation_steps", "", "(4 times as large)"),
+            museum("scale", "(4 times as large)"),
             Wrong("the output is no part of a graph", "return x, out", "return x, out.detach()", "not require grad"),
         ]),
     "gradient_across_processes": Versions(
@@ -38,8 +36,7 @@ def afab(stage, num_stages, num_microbatches):
             Wrong("a blocking receive", "handle = dist.irecv(buffer, source, group=group)",
                   "handle = dist.recv(buffer, source, group=group)", "deadlock"),
             Wrong("what is posted is posted again", " and action not in self.receiving", "", "receive from rank 1"),
-            Wrong("both directions share a group",
-                  "source, group = self.source[action.kind], self.group[action.kind]",
+            Wrong("both directions share a group", "source, group = self.source[action.kind], self.group[action.kind]",
                   'source, group = self.source[action.kind], self.group["F"]', "post_receive of B0 has to use"),
             Wrong("what is sent is not kept", "group=group), tensor))", "group=group), None))",
                   "self.sending has to keep"),
