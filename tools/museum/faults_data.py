@@ -1,6 +1,6 @@
 """Faults of what replicas do: samples, seeds, gradients and their buckets, the optimizer's shards."""
 
-from museum.fault import Fault, after, before
+from museum.fault import Fault, before
 
 FAULTS = (
     Fault("hang", "5 --dp_size 2",

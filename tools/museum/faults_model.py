@@ -1,6 +1,6 @@
 """Faults of a model that is cut: matrices, the vocabulary, tokens of a text, and experts."""
 
-from museum.fault import Fault, after, before
+from museum.fault import Fault, after
 
 EXPERTS, TP_GROUP = "--num_experts 4", "pgm.process_group_manager.tp"
 TP, SP, CP = "4 --tp_size 2", "14 --tp_size 2 --sequence_parallel", "15 --cp_size 2"
