@@ -1,6 +1,6 @@
 """The exercises, in the order of the chapters. Each is a function in chapters/, which checks an attempt.
 
-    @exercise("4", "tensor_parallel.all_reduce", hints=("...", "...", "..."))
+    @exercise("4", "tensor_parallel.all_reduce", hints=("...", "...", "..."), wrong=[("what is wrong", old, new, says)])
     def recursive_doubling(attempt):
         '''The task in one line.
 
@@ -11,6 +11,10 @@
 The name and the docstring are the exercise's, and what the reader starts with is the function at that place of step 4
 without its body (or without the statements that begin with one of the texts in `blank`). What no step holds stands in
 references.py, and "cluster" stands for cluster/planning and cluster/run.
+
+`wrong` has answers that a learner may give: ours with the text `old`, which it contains once, replaced by `new`. The
+check has to refuse them with a message that has the words `says`. A fault of tools/museum whose first edit is in this
+function needs its name only: ("name", says).
 """
 
 import importlib
@@ -19,7 +23,7 @@ import math
 import pathlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from attempt import SECONDS, Attempt, Score, Wrong, describe_error, folders_of
@@ -42,6 +46,7 @@ class Exercise(NamedTuple):
     task: str  # the docstring
     hints: tuple[str, ...]
     blank: tuple[str, ...]
+    wrong: Sequence[tuple[str, ...]]
     check: Callable[[Attempt], None]
 
     @property
@@ -74,14 +79,15 @@ class Verdict(NamedTuple):
         return min([score.stars for score in self.scores], default=3) if self.is_right else 0
 
 
-def exercise(chapter: str, where: str, hints: tuple[str, ...], blank: tuple[str, ...] = ()):
+def exercise(chapter: str, where: str, hints: tuple[str, ...], blank: tuple[str, ...] = (),
+             wrong: Sequence[tuple[str, ...]] = ()):
     """Enters the decorated check into EXERCISES. `where` is "module.function", behind "references:" or "cluster:" if
     that is not in the chapter's step."""
     folder, _, inside = where.rpartition(":")
 
     def enter(check: Callable[[Attempt], None]) -> Callable:
         EXERCISES[check.__name__] = Exercise(check.__name__, chapter, folder or chapter, inside,
-                                             inspect.cleandoc(check.__doc__), hints, blank, check)
+                                             inspect.cleandoc(check.__doc__), hints, blank, wrong, check)
         return check
 
     return enter

@@ -87,7 +87,8 @@ def counts(chapter: str, unit: str, hints: tuple[str, ...], sizes, mistakes: lis
         def check(attempt) -> None:
             judge_counts(attempt, count, measure)
 
-        return exercise(chapter, f"references:counting.{measure.__name__}", hints)(check)
+        wrong = [(says, old, new, says) for old, new, says in mistakes]
+        return exercise(chapter, f"references:counting.{measure.__name__}", hints, wrong=wrong)(check)
 
     return enter
 

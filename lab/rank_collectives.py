@@ -160,9 +160,11 @@ class Collectives(Baton):
 
     def broadcast(self, tensor: torch.Tensor, src: int, group: Group | None = None, async_op: bool = False):
         self.check_tensor(tensor)
-        size = self.group(group).size()
+        if src not in (ranks := self.group(group).ranks):
+            raise Violation(f"rank {self.rank} takes part in a broadcast of rank {src} in the group of the ranks "
+                            f"{[*ranks]}: choose one of these as its source. {place()}")
         return self.meet("broadcast", group, (src, list(tensor.shape), tensor.dtype), tensor.detach().clone(),
-                         tensor.nbytes * (self.rank == src), math.ceil(math.log2(size)),
+                         tensor.nbytes * (self.rank == src), math.ceil(math.log2(len(ranks))),
                          lambda given: tensor.detach().copy_(given[src]), async_op)
 
     def all_gather_object(self, objects: list, value: object, group: Group | None = None) -> None:

@@ -1,6 +1,6 @@
 """The exercises: the course's own solution is right and has all stars, wrong answers are not, another right one is."""
 
-import importlib
+import functools
 import importlib.util
 import re
 import statistics
@@ -15,7 +15,8 @@ from catalogue import EXERCISES, Exercise, judge, load, source_path, stub
 from counting_attempt import COUNTS, RATIOS, mistaken, named, near
 from lab import baton
 from lab.launch import ROOT, STEPS
-from versions import Versions, Wrong
+from museum.faults import FAULTS
+from right_answers import RIGHT
 
 load()
 SECONDS = 5.0  # of a check; here twice that, of processor time, as other tests run beside it
@@ -25,14 +26,6 @@ def {}(*args, **flags):
     [each.clear() for each in args if isinstance(each, list)]
     return right(*copies, **flags)
 """
-
-
-def versions(name: str) -> Versions:
-    if name in COUNTS:  # its wrong answers stand beside its check, which knows them by name
-        rights = importlib.import_module("versions.counting").RIGHT
-        return Versions([Wrong(says, old, new, says) for old, new, says in COUNTS[name].mistakes], rights.get(name, ""))
-    chapter = EXERCISES[name].chapter
-    return importlib.import_module(f"versions.{'step' * chapter.isdigit()}{chapter}").VERSIONS[name]
 
 
 def solution(one: Exercise) -> str:
@@ -79,12 +72,13 @@ def test_blank_is_a_sentence(name, tmp_path):
 @pytest.mark.parametrize("name", EXERCISES)
 def test_wrong_answers_are_refused(name, tmp_path):
     one, ours = EXERCISES[name], solution(EXERCISES[name])
-    assert len(versions(name).wrong) >= 3
-    for wrong in versions(name).wrong:
-        assert ours.count(wrong.old) == 1, wrong
-        found = verdict(one, ours.replace(wrong.old, wrong.new), tmp_path)
-        assert not found.is_right, f"accepted: {wrong.sentence}"
-        assert wrong.symptom in found.message, (wrong.sentence, found.message)
+    assert len(one.wrong) >= 3
+    for what, *edit, says in one.wrong:
+        edits = [edit] if edit else [each[1:] for each in FAULTS[what].edits]
+        assert ours.count(edits[0][0]) == 1, what
+        found = verdict(one, functools.reduce(lambda text, each: text.replace(*each), edits, ours), tmp_path)
+        assert not found.is_right, f"accepted: {what}"
+        assert says in found.message, (what, found.message)
         assert len(found.message.splitlines()) <= 30 and "Traceback" not in found.message
 
 
@@ -153,9 +147,9 @@ def test_no_argument_can_be_left_out(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in EXERCISES if versions(name).right])
+@pytest.mark.parametrize("name", RIGHT)
 def test_another_right_answer_is_accepted(name, tmp_path):
-    found = verdict(EXERCISES[name], versions(name).right, tmp_path)
+    found = verdict(EXERCISES[name], RIGHT[name], tmp_path)
     assert found.is_right and found.stars >= 1, found.message
 
 

@@ -9,6 +9,7 @@ from lab import Edit, Messages, Program, Stop, run, threads
 from lab.__main__ import main
 from lab.baton import Violation
 from lab.thread_ranks import World
+from museum.faults import FAULTS
 
 FLAGS = ["--pp_size", "4", "--gradient_accumulation_steps", "4", "--max_tokens", "64"]
 SMALL = ["8", "--pp_size", "2", "--num_hidden_layers", "2", "--gradient_accumulation_steps", "1", "--max_tokens", "16"]
@@ -61,9 +62,8 @@ def test_each_rank_stops_in_turn_at_a_breakpoint_of_the_program(session):
 
 
 def test_a_deadlock_ends_in_the_picture(session):
-    edit = Edit("pipeline_parallel.py", "min(num_stages - stage - 1, num_microbatches)", "min(stage, num_microbatches)")
     with pytest.raises(Violation, match="(?s)deadlock.*They wait in a circle: rank 0 -> rank 1 -> rank 0"):
-        session("ranks; c", "pipeline_parallel.py:61", rank=3, edits=[edit])
+        session("ranks; c", "pipeline_parallel.py:61", rank=3, edits=FAULTS["deadlock"].program().edits)
 
 
 def test_the_time_limit_does_not_run_while_one_stands_still():

@@ -61,5 +61,5 @@ def test_types_find_what_the_records_say(kind):
 
 
 def test_find_records_the_fault_beside_one_process():
-    assert len(OF_TRAINERS) >= 24
+    assert len(OF_TRAINERS) >= 23
     assert "sign" in checks.find(FAULTS["sign"]).saw and not checks.find(FAULTS["sign"], healthy=True).alarm

@@ -109,6 +109,7 @@ def test_nothing_is_there_before_wait():
     (lambda rank: dist.all_reduce(torch.ones(2), group=dist.new_group([0])), "rank 1 is not in the group"),
     (lambda rank: dist.reduce(torch.ones(2), 0), "calls reduce, which"),
     (lambda rank: dist.send(torch.ones(2), rank), "choose another of these ranks"),
+    (lambda rank: dist.broadcast(torch.ones(2), 2), "of rank 2 in the group of the ranks [0, 1]: choose one of these"),
 ])
 def test_what_does_not_work_between_processes(program, words):
     assert words in violation(2, program)

@@ -113,20 +113,18 @@ def find_healthy(check: str) -> int:
     """Runs the checks, or this one, on steps as they are, with a line for each topology. Returns 1 for an alarm."""
     from museum import checks
 
-    names, alarms, last = (check,) if check in checks.HEALTHY else () if check else checks.HEALTHY, 0, []
-    cases = [(*each, lambda *of_step: checks.healthy_alarms(*of_step, names)) for each in checks.TOPOLOGIES if names]
-    if names:
-        last.append(f"{', '.join(names)} on {len(cases)} healthy topologies")
+    alarms, names = 0, [each for each in checks.HEALTHY if check in ("", each)]
+    cases = [(where, names) for where in checks.TOPOLOGIES if names]
+    last = [f"{', '.join(names)} on {len(cases)} healthy topologies"] * bool(names)
     if check in ("", "types"):
-        from museum import typed
+        from museum.typed import GRIDS
 
-        cases += [(*each, lambda step, flags: [*filter(None, [typed.check_step(Program(step, flags.split()))])])
-                  for each in typed.GRIDS]
-        last.append(f"types on {len(typed.GRIDS)} grids")
-    for step, ranks, flags, of_step in cases:
-        saw = of_step(step, flags)
-        alarms += len(saw)
-        topology = f"step {step:>2}, {ranks:,} rank{'s' * (ranks > 1)}, {' '.join(flags.split()) or 'no flags'}"
+        cases += [(where, ["types"]) for where in GRIDS]
+        last.append(f"types on {len(GRIDS)} grids")
+    for where, of_these in cases:
+        saw, (step, *flags) = checks.healthy_alarms(where, of_these), where.split()
+        alarms, ranks = alarms + len(saw), Program(step, flags).size
+        topology = f"step {step:>2}, {ranks:,} rank{'s' * (ranks > 1)}, {' '.join(flags) or 'no flags'}"
         print(f"{topology}: {'; '.join(saw) or 'no alarm'}", flush=True)
     print(f"{alarms or 'no'} alarms: {'; '.join(last)}")
     return int(alarms > 0)

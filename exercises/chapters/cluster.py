@@ -22,7 +22,15 @@ def least(total: int, seconds_each: list[float], limits: list[int], besides: lis
     "Give each rank one piece. Then deal the others one by one.",
     "The next piece goes to the rank that would be done with it first: besides + (share + 1) * seconds_each.",
     "A rank whose share is at its limit takes part no more."),
-    blank=("shares = ", "done = ", "heapq.heapify", "for _ in"))
+    blank=("shares = ", "done = ", "heapq.heapify", "for _ in"), wrong=[
+    ("a piece is left over", "for _ in range(total - num_ranks):", "for _ in range(total - num_ranks - 1):",
+     "the sum of the shares"),
+    ("limits are ignored", "if shares[rank] < limits[rank]:", "if True:", "beyond a limit"),
+    ("a rank may have nothing", "shares = [1] * num_ranks", "shares = [2] + [0] + [1] * (num_ranks - 2)",
+     "a rank has no piece"),
+    ("all are equally fast", "        _, rank = heapq.heappop(done)",
+     "        rank = min(range(num_ranks), key=lambda rank: (shares[rank] >= limits[rank], shares[rank], rank))",
+     "times as long as the best shares")])
 def shares_by_speed(attempt):
     """Divide equal pieces of work between ranks of unlike speeds.
 
@@ -63,7 +71,12 @@ def shares_by_speed(attempt):
     "A row of zeros has the scale 0, and 0 / 0 is not 0: divide by 1 there. A row with a NaN or an infinity has a "
     "scale that is not finite, and decode then returns a row that is not finite: its numbers may be anything.",
     "torch.cat([scales.flatten().view(torch.uint8), numbers.flatten().view(torch.uint8)]), with float32 scales and "
-    "int8 numbers."), blank=("rows = ", "scales = ", "steps = ", "numbers = ", "return torch.cat"))
+    "int8 numbers."), blank=("rows = ", "scales = ", "steps = ", "numbers = ", "return torch.cat"), wrong=[
+    ("a NaN becomes a number", "rows.abs()", "rows.nan_to_num().abs()", "a row with nan arrives with finite"),
+    ("numbers are cut off", "steps.nan_to_num().round()", "steps.nan_to_num().trunc()", "more than half a step"),
+    ("x is changed", "steps = rows / scales", "steps = rows.div_(1)\n    rows /= scales", "encode changes x"),
+    ("one scale for all rows", "rows.abs().amax(dim=1, keepdim=True) / 127",
+     "rows.abs().amax().expand(len(rows), 1).contiguous() / 127", "more than half a step")])
 def quantise(attempt):
     """Encode a tensor as int8 numbers with one scale a row.
 
@@ -108,7 +121,16 @@ def quantise(attempt):
 @exercise("cluster", "references:references.ErrorFeedback", hints=(
     "Keep one tensor from call to call: the difference between what you wanted to send and what quantise made of it.",
     "What you want to send is the gradient plus what was left over before.",
-    "Three lines: wanted = gradient + left over; sent = quantise(wanted); left over = wanted - sent."))
+    "Three lines: wanted = gradient + left over; sent = quantise(wanted); left over = wanted - sent."), wrong=[
+    ("nothing is left over", "self.left_over = wanted - sent", "self.left_over = 0.0", "the sum of what was sent"),
+    ("only this step's error is kept", "self.left_over = wanted - sent", "self.left_over = gradient - sent",
+     "the sum of what was sent"),
+    ("the sign is wrong", "self.left_over = wanted - sent", "self.left_over = sent - wanted",
+     "the sum of what was sent"),
+    ("quantise() is torch's round", "sent = self.quantise(wanted)", "sent = wanted.round()", "that is not torch.round"),
+    ("all tensors share one", "        self.left_over = wanted - sent\n",
+     '        type(self).left_over = wanted - sent\n        vars(self).pop("left_over", None)\n',
+     "the sum of what was sent")])
 def error_feedback(attempt):
     """Send what the quantisation of a gradient leaves over with the next step's gradient.
 

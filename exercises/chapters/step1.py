@@ -14,7 +14,17 @@ from lab.program import Program
     "key/value head does query head 0 read, which query head 1?",
     "H/K consecutive query heads share a key/value head: repeat_interleave(H // K, dim=1), not repeat.",
     "The heads (B, H, T, hd) have to become one vector of a token: transpose(1, 2), then reshape, then out_proj."),
-    blank=("is_grouped = q", "if is_grouped", "out = ", "return "))
+    blank=("is_grouped = q", "if is_grouped", "out = ", "return "), wrong=[
+    ("the block of heads is repeated as a whole", "is_grouped = q.size(1) != k.size(1)",
+     "k, v = (heads.repeat(1, q.size(1) // k.size(1), 1, 1) for heads in (k, v))\n    is_grouped = False",
+     "query head 1"),
+    ("tokens read from later ones", "is_causal=True", "is_causal=False", "must not read from later"),
+    ("heads and tokens are not exchanged", "out.transpose(1, 2).reshape", "out.reshape", "in each other's place"),
+    ("the keys are detached", "out = F.scaled_dot_product_attention(q, k, v,",
+     "out = F.scaled_dot_product_attention(q, k.detach(), v,", "the gradient of k_proj.weight is None"),
+    ("the scale of heads of 4", "is_causal=True,", "is_causal=True, scale=0.5,", "heads of 6, 3 tokens, query head 0"),
+    ("nothing goes through out_proj", "self.out_proj(out.transpose(1, 2).reshape(batch, seq_len, -1))",
+     "out.transpose(1, 2).reshape(batch, seq_len, -1)", "the gradient of out_proj.weight is None")])
 def grouped_query_attention(attempt):
     """Let the query heads read from the key/value heads that they share.
 
@@ -61,7 +71,14 @@ def grouped_query_attention(attempt):
 @exercise("1", "model.apply_rotary", hints=(
     "Cut x into two halves with chunk(2, dim=-1). Pair p is element p of both.",
     "The rotation of (a, b) by an angle is (a cos - b sin, a sin + b cos). Both halves use the same cosine.",
-    "x * cos + (the halves of x exchanged, the one that is now first with a minus) * sin"))
+    "x * cos + (the halves of x exchanged, the one that is now first with a minus) * sin"), wrong=[
+    ("no minus", "torch.cat([-x2, x1]", "torch.cat([x2, x1]", "length of a pair"),
+    ("the minus at the wrong half", "torch.cat([-x2, x1]", "torch.cat([x2, -x1]", "the other way"),
+    ("neighbours form the pairs", "torch.cat([-x2, x1], dim=-1)",
+     "torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)", "length of a pair"),
+    ("half of x is detached", "torch.cat([-x2, x1]", "torch.cat([-x2.detach(), x1]", "the gradient of x"),
+    ("the angles are changed", "torch.cat([-x2, x1], dim=-1) * sin",
+     "torch.cat([-x2, x1], dim=-1) * sin.mul_(1).clone() + 0 * sin.add_(1)[..., :1]", "or the angles")])
 def rotary(attempt):
     """Rotate the pairs of a query or key by the angles of its positions.
 
@@ -110,7 +127,11 @@ def rotary(attempt):
     "Compute n = x / sqrt(mean(x^2) + eps) first. The weight's gradient is the sum over all tokens of grad * n.",
     "x enters y twice: directly, and through the root mean square, which is the same number for all D outputs. "
     "Differentiate r = 1 / sqrt(mean(x^2) + eps): dr/dx_j = -r^3 x_j / D.",
-    "With h = grad * weight: grad_x = r * (h - n * mean(h * n)), where the mean is over D."))
+    "With h = grad * weight: grad_x = r * (h - n * mean(h * n)), where the mean is over D."), wrong=[
+    ("the root mean square is taken for a constant", " - normalised * common)", ")", "has to be 0"),
+    ("each token keeps its own gradient of the weight", ".flatten(0, -2).sum(0)", "", "has shape [3, 4]"),
+    ("eps is forgotten", "keepdim=True) + eps)", "keepdim=True))", "and eps = 0.5"),
+    ("x is changed", "normalised = x * rms_inverse", "normalised = x.mul_(rms_inverse)", "it changes `x`")])
 def rms_norm_backward(attempt):
     """Compute the gradients of RMSNorm by hand, without autograd.
 

@@ -26,7 +26,17 @@ def matrices(*shapes, dtype=torch.float64):
 @exercise("10", "weight_gradients.add_weight_gradients", hints=(
     "Flatten all dimensions but the last: x (N, in) and dy (N, out). dW has the shape (out, in).",
     "dW = dy.t() @ x, in the dtype of the activations. The first one becomes weight.grad, later ones are added to it.",
-    "Afterwards, if weight is in model.bucket_of: model.mark_param_as_ready(weight)."))
+    "Afterwards, if weight is in model.bucket_of: model.mark_param_as_ready(weight)."), wrong=[
+    ("the second micro-batch replaces the first", "if weight.grad is None:", "if True:", "after micro-batch 1"),
+    ("twice dW", "grad, x = entries.pop(0)\n", "grad, x = entries.pop(0)\n        grad = 2 * grad\n",
+     "the gradient of weight 0"),
+    ("the dtype of the activations", "(grad @ x).to(weight.dtype)", "grad @ x", "dtype"),
+    ("the data parallelism is not told", "model.mark_param_as_ready(weight)", "pass", "was called 0 times"),
+    ("told with half of it", "            model.mark_param_as_ready(weight)",
+     "            weight.grad /= 2\n            model.mark_param_as_ready(weight)\n            weight.grad *= 2",
+     "when mark_param_as_ready is called"),
+    ("two dims before the last always", "grad.flatten(0, -2).t(), x.flatten(0, -2)",
+     "grad.flatten(0, 1).t(), x.flatten(0, 1)", "must be a matrix")])
 def weight_half_of_backward(attempt):
     """Compute the gradients of the weights that backward has postponed.
 
@@ -65,7 +75,10 @@ def weight_half_of_backward(attempt):
 @exercise("10", "pipeline_parallel.postpone_weight_gradients", hints=(
     "Yield each action of the schedule unchanged. After a B, its W has to wait in a queue.",
     "action._replace(kind=\"W\") is the W of a B. Take the oldest one out when more than `delay` are waiting.",
-    "At the end, the rest of the queue."))
+    "At the end, the rest of the queue."), wrong=[
+    ("postponed", "never does W"),
+    ("the oldest W stays in the queue", "yield waiting.popleft()", "yield waiting[0]", "does W0 2 times"),
+    ("forwards get a W, too", 'if action.kind == "B":', "if True:", "2 times")])
 def zero_bubble(attempt):
     """Fill the bubble with W, the second half of backward.
 

@@ -10,7 +10,12 @@ from schedule_attempt import count, picture, play_schedule, train_with
     "The warm-up of the last rank is the first round but for its last chunk: len(first round) // num_chunks * "
     "(num_chunks - 1) forwards. Rank s does hops * (num_stages - 1 - s) more.",
     "zip(forwards[warm_up:], backwards) are the pairs; what is left of backwards comes last. A slice that is longer "
-    "than its list is no error."))
+    "than its list is no error."), wrong=[
+    ("the warm-up of step 8", "len(forwards[0]) // num_chunks * (num_chunks - 1) + hops * (num_stages - 1 - stage)",
+     "num_stages - 1 - stage", "deadlock: no rank can go on"),
+    ("hops is not used", "hops * (num_stages", "(num_stages", "forwards before its first backward"),
+    ("the whole first round", "len(forwards[0]) // num_chunks * (num_chunks - 1)", "len(forwards[0])",
+     "does 7 forwards before its first backward, and has to do 5")])
 def interleaved(attempt):
     """Order the forwards and backwards of a rank that holds several chunks.
 
@@ -45,7 +50,10 @@ def interleaved(attempt):
     "4p - 1 - s. Micro-batch i comes 4 i units later.",
     "A rank's four actions for a micro-batch must not fall on the same time modulo 4. They don't if p is odd. If p is "
     "even, let all B come 2 units later.",
-    "Collect (time, kind, i, chunk) for both chunks and all i, and sort them by time."))
+    "Collect (time, kind, i, chunk) for both chunks and all i, and sort them by time."), wrong=[
+    ("the second chunk goes down the ranks again", "(rank, last - rank)", "(rank, num_ranks + rank)", "deadlock"),
+    ("one chunk only", "enumerate((rank, last - rank))", "enumerate((rank,))", "never does F0'"),
+    ("backwards come too late", "4 * i + 2 * last", "8 * num_ranks * i + 2 * last", "and may take")])
 def v_shape(attempt):
     """Order the actions of ranks whose second chunk goes back through the ranks.
 

@@ -22,7 +22,13 @@ def numbers(rank: int, count: int) -> torch.Tensor:
     "Exchange wants one tensor for each rank: sent[i] is part i, and received[i] is a new tensor of the size of your "
     "own part.",
     "What belongs into the list of summands are the n - 1 received tensors and your own part of `full`. Nothing is "
-    "added here: they are not there yet."))
+    "added here: they are not there yet."), wrong=[
+    ("its own part is forgotten", "received[rank + 1 :] + received[: rank + 1]",
+     "received[rank + 1 :] + received[:rank]", "the sum of its shard"),
+    ("all ranks send the same part", "Exchange(parts, received, group)",
+     "Exchange([parts[rank]] * len(parts), received, group)", "the sum of its shard"),
+    ("what is received has the size of the sender's part", "[torch.empty_like(parts[rank]) for _ in sizes]",
+     "[torch.empty_like(part) for part in parts]", "numbers of torch.float64 to rank")])
 def reduce_scatter(attempt):
     """Let shard r of a flat tensor be summed on rank r, with messages only.
 
@@ -62,7 +68,14 @@ def reduce_scatter(attempt):
     "Shard r ends at the number len(weights) * (shares of the ranks up to r) // (all shares): from one such bound to "
     "the next is sizes[r].",
     "The shard is nn.Parameter(a part of self.weights.split(self.sizes)). A copy would be updated, too, but the "
-    "weights would not."), blank=("self.weights = ", "for param, part", "bounds = ", "self.sizes = ", "self.shard = "))
+    "weights would not."), blank=("self.weights = ", "for param, part", "bounds = ", "self.sizes = ", "self.shard = "),
+    wrong=[
+    ("the shard is a copy", "self.weights.split(self.sizes)[group.rank()])",
+     "self.weights.split(self.sizes)[group.rank()].clone())", "weights after 4 steps"),
+    ("the parameters stay where they were", "param.data = part.view_as(param)", "part.view_as(param)",
+     "weights after 4 steps"),
+    ("equal shares", "len(self.weights) * sum(shares[:rank]) // sum(shares)", "len(self.weights) * rank // len(shares)",
+     "where the shares [4, 2, 1] mean")])
 def sharded_adamw(attempt):
     """Give each rank a shard of the weights, which AdamW updates instead of them.
 
@@ -127,7 +140,12 @@ def float64_by_default():
     "Go through self.module.named_parameters(): self.gradient(param) is what this rank owns of its gradient.",
     "Two kinds must not be counted twice: on the tp ranks, what is whole on each; on the stages, a tied embedding.",
     "A module's tp_dims names the parameters that tensor parallelism splits. All others count if grid.tp_rank == 0. "
-    "embedding.weight counts if grid.pp_is_first_stage."), blank=("split = ", "for name, param"))
+    "embedding.weight counts if grid.pp_is_first_stage."), blank=("split = ", "for name, param"), wrong=[
+    ("the norms' weights count on each tp rank", "(grid.tp_rank == 0 or param in split)", "True",
+     "--tp_size 2 --zero 1: the gradient norm"),
+    ("only tp rank 0 counts", "(grid.tp_rank == 0 or param in split)", "grid.tp_rank == 0",
+     "--tp_size 2 --zero 1: the gradient norm"),
+    ("copies", "with tied embeddings: the gradient norm")])
 def norm_over_shards(attempt):
     """Choose what each rank counts in the norm of gradients that are divided.
 

@@ -68,7 +68,13 @@ def no_freed_weights():
     "last layer's weights stay, because backward begins with it.",
     "after_layer frees the layer's unit if a layer follows, and registers a hook on `output` that calls "
     "before_backward(layer). before_forward starts the rest's units and the first layer, and waits for the rest."),
-    blank=("def before_forward", "def before_layer", "def after_layer", "def before_backward"))
+    blank=("def before_forward", "def before_layer", "def after_layer", "def before_backward"), wrong=[
+    ("backward does not gather", "output.register_hook(lambda gradient: self.before_backward(layer))", "pass",
+     "backward reaches decoder_layers.2"),
+    ("forward does not wait", "        self.gather(layer)\n        if layer in self.following:",
+     "        self.start_gather(layer)\n        if layer in self.following:", "weights are still arriving"),
+    ("the rest is not gathered", "            unit.start_gather()\n        self.start_gather(self.first",
+     "            return\n        self.start_gather(self.first", "forward reaches embedding, whose weights are freed")])
 def just_in_time(attempt):
     """Gather the weights of a layer just before it computes, and free them afterwards.
 

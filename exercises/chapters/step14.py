@@ -22,7 +22,11 @@ def hidden_states(rank: int, tokens: int) -> torch.Tensor:
 @exercise("14", "sequence_parallel.sum_norm_gradients", hints=(
     "The norms' weights are the parameters with param.dim() == 1, and model.gradient(param) is what has to be summed.",
     "One message: torch.cat the gradients, call all_reduce, and split the sum into pieces of the same sizes.",
-    "Write each piece back with gradient.copy_(piece): the optimizer reads the memory of these very tensors."))
+    "Write each piece back with gradient.copy_(piece): the optimizer reads the memory of these very tensors."), wrong=[
+    ("the sum stays in a copy", "gradient.copy_(total.view_as(gradient))", "gradient = total",
+     "compared with one process"),
+    ("halved", "1/2 of it"),
+    ("matrices are summed, too", ' if kind(name) == "whole"]', "]", "gradient norm of step 1")])
 def norm_gradients(attempt):
     """Sum over the tp ranks those gradients to which each rank has summands of its own tokens only.
 
@@ -64,7 +68,23 @@ def norm_gradients(attempt):
     "Its types are V -> I: what is the type of the gradient of something that is I?",
     "The gradient that comes back is the same on each rank, and complete: nothing has to be sent.",
     "Each rank keeps the rows that it has given: chunk the gradient by dist.get_world_size(), and take dist.get_rank()."
-    ), blank=("def backward",))
+    ), blank=("def backward",), wrong=[
+    ("a reduce-scatter: tp times too large", "        return grad.chunk(",
+     "        grad = grad.clone()\n        dist.all_reduce(grad)\n        return grad.chunk(",
+     "reduce_scatter in backward are not the types V -> I"),
+    ("each rank keeps the first rows", "[dist.get_rank()]", "[0]", "rank 1: 2 ranks"),
+    ("all ranks' parts are averaged", "dist.get_rank()]", "dist.get_rank()] / dist.get_world_size()", "1/2 of it"),
+    ("a reduce-scatter, divided", "        return grad.chunk(dist.get_world_size())[dist.get_rank()]",
+     "        parts = [part.clone() for part in grad.chunk(dist.get_world_size())]\n"
+     "        dist.reduce_scatter(parts[0], parts)\n        return parts[0] / dist.get_world_size()",
+     "reduce_scatter in backward are not the types V -> I"),
+    ("no return", "        return grad.chunk(", "        grad.chunk(", "what backward returns is None"),
+    ("all rows", "        return grad.chunk(dist.get_world_size())[dist.get_rank()]", "        return grad",
+     "what backward returns has shape [4, 3]"),
+    ("two rows always", "grad.chunk(dist.get_world_size())[dist.get_rank()]", "grad[2 * dist.get_rank() :][:2]",
+     "rank 2: what backward returns"),
+    ("a message that nobody needs", "        return grad.chunk(", "        dist.barrier()\n        return grad.chunk(",
+     "backward has nothing to send")])
 def conjugate(attempt):
     """Write the backward that belongs to an all-gather whose result all ranks use alike: its type says which.
 
@@ -99,7 +119,18 @@ def conjugate(attempt):
 @exercise("14", "references:references.type_on_tp", hints=(
     "A matrix that is split has other numbers on each rank.",
     "Without sequence parallelism the norms see what is the same on each rank, and so is their gradient.",
-    "With it, each rank's norms see its own tokens: the weight is the same, and each has a summand of its gradient."))
+    "With it, each rank's norms see its own tokens: the weight is the same, and each has a summand of its gradient."),
+    wrong=[
+    ("norms are I with sequence parallelism, too", '"R" if sequence_parallel else "I"', '"I"',
+     "with --tp_size 2 --sequence_parallel this is refused"),
+    ("norms are R always", '"R" if sequence_parallel else "I"', '"R"', "with --tp_size 2 this is refused"),
+    ("what is split is R", 'return "V"', 'return "R"', "take P and give I, but the input is R"),
+    ("no such letter", 'return "V"', 'return "v"', "of embedding.weight it returns 'v'"),
+    ("P", 'return "R" if sequence_parallel else "I"', 'return "P"', "no weight is meant as a sum"),
+    ("the first layer's norms only", 'if "norm" not in name', 'if "norm" not in name or ".1." in name',
+     "Look at decoder_layers.1.input_layernorm.weight"),
+    ("the final norm is forgotten", 'if "norm" not in name', 'if "layernorm" not in name',
+     "Look at final_norm.weight: is it V?")])
 def annotate(attempt):
     """Annotate a model: say of each weight which type it has along tp, so that types can be checked.
 

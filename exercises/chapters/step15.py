@@ -23,7 +23,15 @@ def positions_of(layout: str, size: int, seq_len: int) -> list[torch.Tensor]:
     "exp overflows. The weight of the other part is exp(b) / (exp(a) + exp(b)) = sigmoid(b - a), and one of the two "
     "lse may be -inf.",
     "lse has one dim less than out: unsqueeze(-1). torch.logaddexp gives the new lse. Change both in place: out -= "
-    "..., lse.copy_(...)."))
+    "..., lse.copy_(...)."), wrong=[
+    ("exponentials overflow", "torch.sigmoid(other_lse - lse)", "(other_lse.exp() / (lse.exp() + other_lse.exp()))",
+     "scores near 10,000: out"),
+    ("the mean of both", "torch.sigmoid(other_lse - lse)", "torch.full_like(lse, 0.5)", "scores near 0: out"),
+    ("the weights are swapped", "torch.sigmoid(other_lse - lse)", "torch.sigmoid(lse - other_lse)",
+     "scores near 0: out"),
+    ("the first sample only", "out -= torch.sigmoid(other_lse - lse).unsqueeze(-1) * (out - other_out)",
+     "out[:1] -= (torch.sigmoid(other_lse - lse).unsqueeze(-1) * (out - other_out))[:1]", "scores near 0: out"),
+    ("the other set is changed", "    lse.copy_(", "    other_out.zero_()\n    lse.copy_(", "it changes `other_out`")])
 def merge(attempt):
     """Join the outputs of a softmax over two sets of keys into that over both.
 
@@ -61,7 +69,13 @@ def merge(attempt):
 @exercise("15", "context_parallel.local_positions", hints=(
     "Cut torch.arange(seq_len) into 2P chunks with tensor_split or chunk, choose two of them, and concatenate them.",
     "Of T tokens, token t sees t + 1. So an early chunk is little work and a late one much: pair them.",
-    "In \"zigzag\", rank r takes the r-th chunk from the beginning and the r-th one from the end: 2P - 1 - r."))
+    "In \"zigzag\", rank r takes the r-th chunk from the beginning and the r-th one from the end: 2P - 1 - r."), wrong=[
+    ("two ranks hold the same chunk", "2 * size - 1 - rank)", "2 * size - 1)", "of all ranks together"),
+    ("the later chunk comes first", "[chunks[first], chunks[second]]", "[chunks[second], chunks[first]]",
+     "the positions"),
+    ("one chunk for each rank", "[chunks[first], chunks[second]]", "[chunks[first]]", "the positions"),
+    ("chunks of 3 tokens", "chunks = torch.arange(seq_len).tensor_split(2 * size)",
+     "chunks = torch.arange(6 * size).tensor_split(2 * size)", "the positions")])
 def zigzag(attempt):
     """Choose the tokens of each rank such that all have equally much to compute.
 
@@ -107,7 +121,14 @@ def zigzag(attempt):
     "gradients = message.wait(). At the first hop there are none, and you begin with zeros.",
     "Add torch.stack([part_k, part_v]) at the visible keys, and send the sum on with message = Message(gradients, ...) "
     "at every hop, also where nothing was visible. The line after the loop receives the last one."),
-    blank=("for (k, v), block",))
+    blank=("for (k, v), block",), wrong=[
+    ("only queries get a gradient by their own keys", "grad_q[:, :, queries] += part_q",
+     "grad_q[:, :, queries] = part_q", "the gradient of its queries"),
+    ("what arrives is dropped", "gradients = message.wait()", "message.wait()", "the gradient of its values"),
+    ("nothing is sent where nothing is visible", "        message = Message(",
+     "        message = message if block is None else Message(", "rank"),
+    ("the given gradient is cleared", "    return None, grad_q", "    grad.zero_()\n    return None, grad_q",
+     "backward changes `grad`")])
 def ring_backward(attempt):
     """Send the gradients of keys and values around the ring, behind their keys and values.
 

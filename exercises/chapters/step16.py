@@ -24,7 +24,11 @@ def make_experts(numbers: range) -> dict[str, torch.nn.Linear]:
     "rank, and within it by expert. The experts need them by expert.",
     "Write down the expert of each row that arrives (repeat_interleave), argsort it with stable=True, run "
     "super().run(sorted rows, rows of each own expert), undo the order with order.argsort(), and send the results back "
-    "with sent and received swapped."))
+    "with sent and received swapped."), wrong=[
+    ("rows are not sorted by expert", "rows.index_select(0, order), here", "rows, here", "the results of its rows"),
+    ("the order is not undone", "order.argsort()), received, sent", "order), received, sent",
+     "the results of its rows"),
+    ("the numbers are not swapped on the way back", "received, sent)", "sent, received)", "rank")])
 def dispatch_and_combine(attempt):
     """Send rows to the ranks that hold their experts, run the experts, and return the results.
 
@@ -80,7 +84,20 @@ def dispatch_and_combine(attempt):
     "x and the weights are I: the same on each rank, and so are their gradients. up and down are V.",
     "Both x and the weights are multiplied by something that is V, so both need f. Not before the softmax: the router "
     "is whole on each rank."),
-    blank=("x, weights = ",))
+    blank=("x, weights = ",), wrong=[
+    ("the router's weights lack f", "f(x), f(weights)", "f(x), weights", "cannot mix with other types"),
+    ("g in the place of f", "f(x), f(weights)", "g(x), g(weights)", "tensor has"),
+    ("f already at the router", "    weights = torch.softmax(x", "    weights = torch.softmax(f(x)",
+     "cannot mix with other types"),
+    ("x comes back", "    x, weights = f(x), f(weights)\n", "    return x\n", "the gradient of down is None"),
+    ("the router is ignored", "f(x), f(weights)", "f(x), f(torch.ones_like(weights))",
+     "the gradient of router is None"),
+    ("the router is detached", "f(x), f(weights)", "f(x), f(weights.detach())", "the gradient of router is None"),
+    ("x is detached", "f(x), f(weights)", "f(x.detach()), f(weights)", "gradient of x: 32 of 32 numbers"),
+    ("half of it", "f(x), f(weights)", "f(x) / 2, f(weights)", "(1/2 of it)"),
+    ("4 tokens always", "f(x), f(weights)", "f(x[:4]), f(weights[:4])", "has shape [4, 3], but has to have [5, 3]"),
+    ("the scores go through f, too", "f(x), f(weights)", "f(x), f(torch.cat([weights, 0 * x], 1))[:, :1]",
+     "f is given 68 numbers")])
 def missing_collective(attempt):
     """Find what is missing from the refusal: a block with a router lacks a collective or two.
 

@@ -8,7 +8,11 @@ from catalogue import exercise
     "in place. Where self.buckets is not empty, self.bucket_of[param].take(param) moves the gradient into its bucket.",
     "super().finish_gradient_sync() divides all buckets by the number of replicas and sums them over the dp group. "
     "self.keep_copies_equal() comes behind it, and then the step of self.outer_optimizer.",
-    "The weights after the outer step are the start of the next round: copy them into self.start, in place."))
+    "The weights after the outer step are the start of the next round: copy them into self.start, in place."), wrong=[
+    ("the sign is turned", "start - param", "param - start", "the loss of step 3"),
+    ("replicas continue from their own weights", "        param.copy_(start)\n", "", "the loss of step 3"),
+    ("the start stays that of the first round", "        start.copy_(param)\n", "        pass\n", "the loss of step 5"),
+    ("a single replica has no buckets", "if self.buckets:", "if True:", "KeyError")])
 def exchange(attempt):
     """End a round: all replicas agree on weights again, and the next round starts there.
 

@@ -9,7 +9,17 @@ from catalogue import exercise
 @exercise("18", "muon.orthogonalize", hints=(
     "Divide by the norm first: then no singular value is above 1. A tall matrix is transposed before and after.",
     "With G = X X^T, which is symmetric, a X + (b G + c G G) X has the singular values a s + b s^3 + c s^5.",
-    "Five times: gram = x @ x.T and x = a * x + (b * gram + c * gram @ gram) @ x."))
+    "Five times: gram = x @ x.T and x = a * x + (b * gram + c * gram @ gram) @ x."), wrong=[
+    ("the norm stays", "x = x / x.norm().clamp(min=1e-7)", "x = x / 1.0", "a matrix"),
+    ("a tall matrix stays transposed", "return x.T if matrix.size(0) > matrix.size(1) else x", "return x", "has shape"),
+    ("one step too few", "range(5)", "range(4)", "numbers are wrong"),
+    ("float64 always", "return x.T if matrix.size(0) > matrix.size(1) else x",
+     "return (x.T if matrix.size(0) > matrix.size(1) else x).double()", "torch.float32"),
+    ("the given matrix is scaled", "x = x / x.norm().clamp(min=1e-7)", "x = x.div_(x.norm().clamp(min=1e-7))",
+     "it changes `matrix`"),
+    ("the product of the larger size, for tall ones", "    x = x / x.norm",
+     "    matrix.T @ matrix if matrix.size(0) < matrix.size(1) else 0\n    x = x / x.norm",
+     "of the smaller of the two sizes")])
 def newton_schulz(attempt):
     """Bring all singular values of a matrix near 1, with products of matrices alone.
 
@@ -34,7 +44,15 @@ def newton_schulz(attempt):
 
 @exercise("18", "muon.choose_owners", hints=(
     "One list has the work that each rank has so far. Go through the pieces, the largest first: sorted() with a key.",
-    "The next piece goes to the rank for which (work so far + the piece) / share is the least: min() with a key."))
+    "The next piece goes to the rank for which (work so far + the piece) / share is the least: min() with a key."),
+    wrong=[
+    ("the smallest pieces first", "key=lambda i: -work[i]", "key=lambda i: work[i]", "the slowest rank"),
+    ("shares are forgotten", "(load[rank] + work[i]) / shares[rank]", "load[rank]", "shares [4, 2, 1]"),
+    ("in turns", "min(range(len(shares)), key=lambda rank: (load[rank] + work[i]) / shares[rank])", "i % len(shares)",
+     "the slowest rank"),
+    ("ranks that differ", "    return owners", '    choose_owners.seen = not getattr(choose_owners, "seen", False)\n'
+                                               "    return owners if choose_owners.seen else owners[::-1]",
+     "who owns what?")])
 def owners(attempt):
     """Deal out pieces of work that cannot be cut, so that ranks end at about the same time.
 
@@ -65,7 +83,16 @@ def owners(attempt):
     "parts of matrix j, which torch.cat puts together along dims[j].",
     "The result is cut by chunk(n, dim) and sent back the same way: exchange_over_tp(results, parts). Make all that is "
     "sent contiguous.",
-    "Where there are fewer matrices than ranks, the other ranks have empty tensors: new_empty(0)."))
+    "Where there are fewer matrices than ranks, the other ranks have empty tensors: new_empty(0)."), wrong=[
+    ("all matrices are put together by rows", "torch.cat(gathered, dims[grid.tp_rank])", "torch.cat(gathered, 0)",
+     "matrices over"),
+    ("each rank iterates its own part", "orthogonalize(whole).chunk(len(parts), dim)",
+     "[orthogonalize(part) for part in gathered]", "numbers are wrong"),
+    ("parts of columns are sent as they lie", "results = [part.contiguous() for part in ",
+     "results = [part for part in ", "contiguous"),
+    ("the parts are cleared", "    return exchange_over_tp(results, parts)[: len(dims)]",
+     "    found = exchange_over_tp(results, parts)[: len(dims)]\n    return [part.zero_() for part in parts] and found",
+     "the parts are changed")])
 def rounds(attempt):
     """Make matrices orthogonal that are split over tp ranks, each of them on another rank.
 

@@ -13,7 +13,13 @@ from counting_ranks import small_llama
     "bounds(size, n) says where the parts of n tp ranks begin and end. A one-dimensional parameter is whole on each.",
     "What travels from one rank to another is where their parts overlap: from the later start to the earlier end.",
     "Starts are counted in each rank's own part: first - part[0] at the source, first - start at the destination."),
-    blank=("sources =", "held, needed =", "for i, destination"))
+    blank=("sources =", "held, needed =", "for i, destination"), wrong=[
+    ("the first replica sends all", "replica % num_replicas, stage", "0, stage", "take turns"),
+    ("the first stage sends all", "num_replicas, stage", "num_replicas, 0", "weight not at all"),
+    ("norms are cut", "1 if len(shape) == 1 else size", "size", "layernorm.weight: 16 of 24"),
+    ("rows of the whole", "destination, first - start", "destination, first", "the plan says"),
+    ("always the first rows", "first - part[0], destination", "0, destination", "numbers are wrong"),
+    ("one source for each", "zip(sources, held)", "[*zip(sources, held)][i % len(held) :][:1]", "numbers are wrong")])
 def weights_between_layouts(attempt):
     """Plan which rows or columns of each parameter travel from which trainer to which generator.
 
@@ -68,7 +74,12 @@ def weights_between_layouts(attempt):
     "Rows of rewards.view(-1, G) are groups, so means are along dimension 1, with keepdim=True.",
     "Advantages are rewards minus their group's mean: zero where all of a group are equal.",
     "Divide by std(dim=1, correction=0, keepdim=True) + 1e-4, unless self.args.advantages is \"dr_grpo\"."),
-    blank=("groups =", "advantages = groups", "if self.args.advantages"))
+    blank=("groups =", "advantages = groups", "if self.args.advantages"), wrong=[
+    ("the batch's mean", "groups.mean(dim=1, keepdim=True)", "groups.mean()", "rewards [1, 0, 0, 1]"),
+    ("equal rewards", " + 1e-4", "", "[0.5, 0.5, 0.5, 0.5]: the advantages are NaN"),
+    ("over G - 1", "correction=0, ", "", "numbers are wrong"),
+    ("Dr. GRPO divides, too", 'if self.args.advantages == "grpo":', "if True:", "--advantages dr_grpo"),
+    ("the batch's deviation", "groups.std(dim=1, ", "groups.std(dim=0, ", "rewards [1, 0, 0, 1]")])
 def group_advantages(attempt):
     """Say how much better each answer is than the others to the same prompt.
 

@@ -14,7 +14,13 @@ from catalogue import exercise
     "torch.arange(n) has the ranks in order; view gives them three dimensions.",
     "A view of shape (dp_size, pp_size, tp_size) counts the last dimension first, as the rank does.",
     "(self.ranks == self.global_rank).nonzero() has the coordinates of this rank; or divide: divmod(rank, tp_size)."),
-    blank=("self.ranks = ", "self.dp_rank, "))
+    blank=("self.ranks = ", "self.dp_rank, "), wrong=[
+    ("tp is counted last", "self.ranks = torch.arange(self.world_size).view(dp_size, pp_size, tp_size)",
+     "self.ranks = torch.arange(self.world_size).view(tp_size, pp_size, dp_size).permute(2, 1, 0)",
+     "self.ranks with dp 2 x pp 2 x tp 2"),
+    ("coordinates stay tensors", ".nonzero().flatten().tolist()", ".nonzero().flatten()", "(int)"),
+    ("the coordinates in another order", "self.dp_rank, self.pp_rank, self.tp_rank = (",
+     "self.tp_rank, self.pp_rank, self.dp_rank = (", "its (dp_rank, pp_rank, tp_rank)")])
 def rank_to_coordinates(attempt):
     """Find the place of this rank in the grid.
 
@@ -51,7 +57,17 @@ def rank_to_coordinates(attempt):
     "A rank needs three lists: of each axis, the ranks of the one group that it is in.",
     "Along its tp group, dp and pp stay those of this rank: self.ranks[self.dp_rank, self.pp_rank] are its ranks.",
     "For the other axes, a colon in the place of their own coordinate. dist.new_group takes a list, so call tolist()."),
-    blank=("def make_group", "return dist.new_group", "self.tp_group = ", "self.pp_group = ", "self.dp_group = "))
+    blank=("def make_group", "return dist.new_group", "self.tp_group = ", "self.pp_group = ", "self.dp_group = "),
+    wrong=[
+    ("the dp group is the tp group", "self.ranks[:, self.pp_rank, self.tp_rank]",
+     "self.ranks[self.dp_rank, self.pp_rank]", "its dp group with dp 2 x pp 1 x tp 3"),
+    ("pp groups reach over two blocks", "make_group(self.ranks[self.dp_rank, :, self.tp_rank])",
+     "make_group(self.ranks[:, :, self.tp_rank].flatten())", "its pp group with"),
+    ("creation", "have to make all groups, in the same order"),
+    ("half of the ranks make another axis first", "self.tp_group = make_group(",
+     "if self.dp_rank:\n        self.dp_group = make_group(self.ranks[:, self.pp_rank, self.tp_rank])\n"
+     "    self.tp_group = make_group(", "deadlock"),
+    ("the timeout is torch's", "ranks.tolist(), timeout, use", "ranks.tolist(), None, use", "without `timeout`")])
 def groups_of_an_axis(attempt):
     """Make a process group along each axis of the grid.
 
@@ -96,7 +112,11 @@ def groups_of_an_axis(attempt):
 @exercise("2", "references:references.broadcast", hints=(
     "A rank that has received the tensor can send it on, while the source sends to the next one.",
     "Number the ranks from the source on: (rank - source) % size. Before round k, the first 2^k have the tensor.",
-    "In that round, number i < 2^k sends to number i + 2^k, if that is less than size."))
+    "In that round, number i < 2^k sends to number i + 2^k, if that is less than size."), wrong=[
+    ("the source is always rank 0", "(dist.get_rank() - source) % size", "dist.get_rank()",
+     "choose another of these ranks"),
+    ("numbers beyond the last rank wrap around", " and number + distance < size", "", "those ranks have ended"),
+    ("a rank sends before it has received", "number < distance and", "number < 2 * distance and", "deadlock")])
 def broadcast(attempt):
     """Give all ranks the tensor of one of them, in as few rounds as possible.
 
@@ -126,7 +146,16 @@ def broadcast(attempt):
     "Cut the tensor into n parts with chunk: they are views, so changing one changes the tensor.",
     "Round k of the first n - 1: rank r sends part r - k to the rank after it, and adds what it receives to part "
     "r - k - 1. Afterwards rank r has the whole sum of part r + 1.",
-    "The second n - 1 rounds send the finished parts around in the same way, and copy instead of adding."))
+    "The second n - 1 rounds send the finished parts around in the same way, and copy instead of adding."), wrong=[
+    ("the second half of the rounds is missing", "range(2 * (size - 1))", "range(size - 1)", "expected"),
+    ("a part is cleared before it is sent", "sending.wait()", "outgoing.zero_(); sending.wait()",
+     "changed a tensor while it was being sent"),
+    ("all ranks send first", "sending = dist.isend(outgoing, after)", "sending = None; dist.send(outgoing, after)",
+     "circle"),
+    ("12 numbers always", "tensor.chunk(size)", "tensor[:12].chunk(size)", "IndexError"),
+    ("rounds enough for 4 ranks", "range(2 * (size - 1))", "range(6)", "the sum over 5 ranks"),
+    ("the parts are copies of another dtype", "tensor.chunk(size)", "tensor.float().chunk(size)",
+     "the sum over 3 ranks")])
 def ring_all_reduce(attempt):
     """Sum a tensor over all ranks with messages to the next rank only.
 

@@ -13,7 +13,14 @@ from catalogue import exercise
     "A sample needs T + 1 tokens, because the last input has a target, too; but the next sample begins T tokens later.",
     "Of N tokens, the last one can only be a target. So N - 1 inputs are there, which make (N - 1) // T samples.",
     "In a new epoch, sample i is the sample i % samples_per_epoch of the first one."),
-    blank=("self.samples_per_epoch", "first = ", "return torch.from_numpy"))
+    blank=("self.samples_per_epoch", "first = ", "return torch.from_numpy"), wrong=[
+    ("the last sample has no last target", "(len(self.tokens) - 1) // seq_len", "len(self.tokens) // seq_len",
+     "samples_per_epoch in a corpus of the 12 tokens"),
+    ("samples share no token", "i % self.samples_per_epoch * self.seq_len",
+     "i % self.samples_per_epoch * (self.seq_len + 1)", "sample 1 in a corpus of the 13 tokens"),
+    ("the corpus is not repeated", "i % self.samples_per_epoch * self.seq_len", "i * self.seq_len",
+     "sample 3 in a corpus"),
+    ("all of the file is read", "self.tokens = tokens[part]", "self.tokens = tokens", "sample 0 in a corpus")])
 def samples_of_a_step(attempt):
     """Find the tokens of sample i, also where the corpus is shorter than the run.
 
@@ -81,7 +88,14 @@ class Watched(torch.nn.Embedding):
     "For each micro-batch: forward, the loss, backward. Autograd adds each gradient to what is in param.grad already.",
     "The gradient of the mean loss is wanted, so the loss of each micro-batch is divided before its backward.",
     "loss = cross_entropy(model(batch['input_ids']), batch['target_ids']) / num_microbatches; loss.backward(); and add "
-    "up loss.detach()."))
+    "up loss.detach()."), wrong=[
+    ("no division", " / num_microbatches", "", "(3 times as large)"),
+    ("only the logged loss is divided", "loss.backward()", "(loss * num_microbatches).backward()",
+     "(3 times as large)"),
+    ("earlier micro-batches are divided again", "loss.backward()",
+     "(loss * num_microbatches).backward(); model.weight.grad /= num_microbatches",
+     "the gradient of the mean loss with 3"),
+    ("a Python number", "return total_loss", "return float(total_loss)", "has to be a tensor")])
 def accumulation(attempt):
     """Do the forward and backward of an optimizer step in several micro-batches.
 

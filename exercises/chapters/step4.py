@@ -22,7 +22,14 @@ def check_contiguous(attempt, tensor_parallel) -> None:
 @exercise("4", "tensor_parallel.Copy", hints=(
     "forward has nothing to compute: it returns x, or by convention x.view_as(x), another tensor with its numbers.",
     "backward gets dY and returns dX: the sum of all ranks' gradients.",
-    "all_reduce works in place: clone the gradient first, with memory_format=torch.contiguous_format."))
+    "all_reduce works in place: clone the gradient first, with memory_format=torch.contiguous_format."), wrong=[
+    ("partial", "the gradient of the input"),
+    ("the gradient is summed in place", "grad = grad.clone(memory_format=torch.contiguous_format)",
+     "grad = grad.contiguous()", "Autograd may use it elsewhere"),
+    ("the copy has the strides of the gradient", "grad.clone(memory_format=torch.contiguous_format)", "grad.clone()",
+     "is_contiguous()"),
+    ("only the first row's gradient", "        return grad\n", "        return grad[0]\n",
+     "what backward returns has shape [3], but has to have [2, 3]")])
 def f(attempt):
     """Write f, which stands in front of column-parallel layers.
 
@@ -56,7 +63,13 @@ def f(attempt):
 @exercise("4", "tensor_parallel.Reduce", hints=(
     "forward calls all_reduce and returns the result.",
     "The derivative of a sum with respect to each of its terms is 1: backward returns the gradient as it is.",
-    "If forward changes x itself, ctx.mark_dirty(x) says so to autograd. Or change a copy."))
+    "If forward changes x itself, ctx.mark_dirty(x) says so to autograd. Or change a copy."), wrong=[
+    ("double", "the gradient of this rank's term"),
+    ("nothing is summed", "        all_reduce(x)\n", "", "the output"),
+    ("the mean instead of the sum", "        return x\n",
+     "        x /= pgm.process_group_manager.tp_world_size\n        return x\n", "(1/2 of it)"),
+    ("the given gradient is cleared", "        return grad\n",
+     "        own = grad.clone()\n        grad.zero_()\n        return own\n", "backward changes the tensor")])
 def g(attempt):
     """Write g, which stands behind row-parallel layers.
 
@@ -114,7 +127,15 @@ def check_cross_entropy(attempt) -> None:
     "First the largest logit of each token: logits.amax(dim=-1), then all_reduce(..., dist.ReduceOp.MAX). Subtract it.",
     "The target's logit is there on one rank only: gather at local_ids, and masked_fill(elsewhere, 0.0).",
     "Stack the sums of exp and the target's logits, all_reduce(both), and the loss is (sum_exp.log() - target_logit)"
-    ".mean(). The softmax that backward needs is exp / sum_exp."))
+    ".mean(). The softmax that backward needs is exp / sum_exp."), wrong=[
+    ("each rank subtracts its own largest logit", "all_reduce(largest, dist.ReduceOp.MAX)", "pass",
+     "the loss of 4 tokens"),
+    ("nothing is subtracted", "logits = logits - largest.unsqueeze(-1)", "logits = logits.clone()", "logits up to 2"),
+    ("other ranks count column 0 as the target", ".squeeze(-1).masked_fill(elsewhere, 0.0)", ".squeeze(-1)",
+     "the loss of 4 tokens"),
+    ("4 tokens always", ".mean()", ".sum() / 4", "the loss of 3 tokens"),
+    ("the logits are changed", "logits = logits - largest.unsqueeze(-1)", "logits = logits.sub_(largest.unsqueeze(-1))",
+     "forward changes the logits")])
 def vocab_parallel_cross_entropy(attempt):
     """Compute the loss from logits that are split along the vocabulary.
 
@@ -143,7 +164,11 @@ def vocab_parallel_cross_entropy(attempt):
     "0 counts it.",
     "all_reduce(squares), then squares.sqrt(). Clip by torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm) if "
     "max_norm is not 0."),
-    blank=("is_first = ", "rows = ", "squares = ", "all_reduce(squares", "if max_norm", "return "))
+    blank=("is_first = ", "rows = ", "squares = ", "all_reduce(squares", "if max_norm", "return "), wrong=[
+    ("counted", "the gradient norm with tp_size 2"),
+    ("each rank has the norm of its part", "all_reduce(squares)", "pass", "the gradient norm with tp_size 2"),
+    ("norms are summed instead of squares", "get_total_norm(rows) ** 2\n", "get_total_norm(rows)\n",
+     "the gradient norm with tp_size 2")])
 def norm_over_tp(attempt):
     """Compute the gradient norm of a model that is split over the tp ranks, and clip.
 
@@ -177,7 +202,12 @@ def norm_over_tp(attempt):
     "In each round, exchange with one partner, and add: `dist.isend`, `dist.recv`, then wait for the send.",
     "The partner at distance d (1, 2, 4, ...) is tp_rank ^ d: the rank whose number differs in one bit.",
     "Combine with torch.add or torch.maximum, with out=tensor: the sum is needed in place."),
-    blank=("received = ", "for distance"))
+    blank=("received = ", "for distance"), wrong=[
+    ("the partner is the next rank", "grid.tp_rank ^ distance", "(grid.tp_rank + distance) % grid.tp_world_size",
+     "deadlock"),
+    ("crossed", "circle"),
+    ("the maximum is forgotten", "torch.add if op == dist.ReduceOp.SUM else torch.maximum", "torch.add", "the maximum"),
+    ("distances for 8 ranks", "(1, 2, 4, 8)[", "(1, 2, 4)[", "tp 16, the sum")])
 def recursive_doubling(attempt):
     """Sum a tensor over the tp ranks in log2(n) rounds instead of 2 (n - 1).
 

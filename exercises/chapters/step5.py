@@ -9,7 +9,17 @@ from catalogue import exercise
     "Micro-batch k of all begins at sample k * micro_batch_size. Which k has dp rank 0, which has rank 1?",
     "The first one of this rank is number grid.dp_rank, and the next ones follow at a distance of grid.dp_world_size.",
     "range(first, end, distance), all three in samples: multiply the numbers of micro-batches by micro_batch_size."),
-    blank=("first_samples = ",))
+    blank=("first_samples = ",), wrong=[
+    ("a replica's first sample is its number", "range(grid.dp_rank * micro_batch_size,", "range(grid.dp_rank,",
+     "as dp rank 1 with dp 2 x tp 1"),
+    ("samples", "as dp rank 1 with dp 2 x tp 1"),
+    ("each replica reads one piece of the corpus",
+     "range(grid.dp_rank * micro_batch_size, len(samples), grid.dp_world_size * micro_batch_size)",
+     "range(grid.dp_rank * len(samples) // grid.dp_world_size, (grid.dp_rank + 1) * len(samples) // "
+     "grid.dp_world_size, micro_batch_size)", "as dp rank 0 with dp 2 x tp 1"),
+    ("one optimizer step's only", "len(samples), grid.dp_world_size * micro_batch_size)",
+     "gradient_accumulation_steps * grid.dp_world_size * micro_batch_size,\n"
+     "                          grid.dp_world_size * micro_batch_size)", "as dp rank 0 with dp 1")])
 def samples_of_a_replica(attempt):
     """Choose the samples that this replica reads.
 
@@ -43,7 +53,11 @@ def samples_of_a_replica(attempt):
     "Which of the two hooks is called when param.grad holds the sum over all micro-batches so far?",
     "param.register_post_accumulate_grad_hook(self.allreduce_grad), for each parameter in module.parameters().",
     "In allreduce_grad: only if self.require_backward_grad_sync, dist.all_reduce(param.grad, group=grid.dp_group), and "
-    "divide param.grad by grid.dp_world_size in place."), blank=("if pgm.", "if self.require"))
+    "divide param.grad by grid.dp_world_size in place."), blank=("if pgm.", "if self.require"), wrong=[
+    ("the sum is not divided", "            param.grad /= grid.dp_world_size\n", "", "(2 times as large)"),
+    ("drift", "the gradients of optimizer step 1, with 2 replicas and 3 micro-batches"),
+    ("the accumulated sum is divided after each micro-batch", "        if self.require_backward_grad_sync:\n",
+     "        param.grad /= 2\n        if self.require_backward_grad_sync:\n", "with 2 replicas and 3")])
 def average_at_the_right_time(attempt):
     """Average the gradients over the replicas, once for each optimizer step.
 

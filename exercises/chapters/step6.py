@@ -23,7 +23,14 @@ def wrap(attempt, modules, limit: float):
     "bucket.awaited is the set of the parameters whose gradients this bucket still lacks.",
     "Go through self.buckets from the first one, and stop at the first that still lacks a gradient.",
     "On the way, launch those that have not been launched: their handle is None. One call can launch several buckets."),
-    blank=("if not self.require", "bucket.awaited.discard", "for each"))
+    blank=("if not self.require", "bucket.awaited.discard", "for each"), wrong=[
+    ("a bucket does not wait for those before it", "            break\n", "            continue\n",
+     "the gradients a have arrived"),
+    ("only the bucket of this gradient is launched", "for each in self.buckets:", "for each in [bucket]:",
+     "the gradients a have arrived"),
+    ("buckets are sent in each micro-batch", "if not self.require_backward_grad_sync:", "if False:",
+     "In the first of two micro-batches"),
+    ("three buckets always", "in self.buckets:", "in self.buckets[:3]:", "[0, 1, 2]")])
 def buckets_in_order(attempt):
     """Launch the all-reduce of each bucket as early as possible, but in the same order on all ranks.
 

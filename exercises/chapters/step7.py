@@ -82,7 +82,14 @@ def check_gradients(attempt, stages: int, microbatches: int, schedule=None, orde
 @exercise("7", "pipeline_parallel.afab", hints=(
     "Two loops over the micro-batches, 0 to num_microbatches - 1.",
     "All stages get the same list: the dots in the picture come from waiting, not from the schedule.",
-    'The first loop yields Action("F", i), the second one Action("B", i).'))
+    'The first loop yields Action("F", i), the second one Action("B", i).'), wrong=[
+    ("each micro-batch goes forward and backward at once", 'yield Action("F", i)\n    for',
+     'yield Action("F", i)\n        yield Action("B", i)\n    for', "does B0 2 times"),
+    ("backwards in the other order", 'yield Action("B", i)', 'yield Action("B", num_microbatches - 1 - i)',
+     "has to be B0"),
+    ("counted from one", 'yield Action("B", i)', 'yield Action("B", i + 1)', "but the micro-batches are 0 to 0"),
+    ("7 micro-batches at most", 'for i in range(num_microbatches):\n        yield Action("B", i)',
+     'for i in range(min(num_microbatches, 7)):\n        yield Action("B", i)', "never does B7")])
 def afab(attempt):
     """Order the micro-batches of a stage: all forward, then all backward.
 
@@ -115,7 +122,10 @@ def afab(attempt):
     "What was received is numbers only. If it is to get a gradient, it has to become a leaf that requires one.",
     "x is batch[\"input_ids\"] on the first stage, else received.requires_grad_().",
     "On the last stage out is the loss, divided by the step's micro-batches: data_loader.gradient_accumulation_steps."),
-    blank=('x = batch["input_ids"] if', "out = cross_entropy("))
+    blank=('x = batch["input_ids"] if', "out = cross_entropy("), wrong=[
+    ("what was received gets no gradient", "received.requires_grad_()", "received", "NoneType"),
+    ("scale", "(4 times as large)"),
+    ("the output is no part of a graph", "return x, out", "return x, out.detach()", "not require grad")])
 def leaf_of_a_stage(attempt):
     """Compute a stage's part of a micro-batch, so that backward finds where the stage's graph begins.
 
@@ -138,7 +148,11 @@ def leaf_of_a_stage(attempt):
 @exercise("7", "pipeline_parallel.backward_microbatch", hints=(
     "torch.autograd.backward(out, gradient) continues backward from `out`.",
     "On the last stage `out` is the loss, and `received` is None, which is what backward of a loss needs.",
-    "The stage before needs the gradient of x, which backward leaves in x.grad."))
+    "The stage before needs the gradient of x, which backward leaves in x.grad."), wrong=[
+    ("backward from the sum of the output", "torch.autograd.backward(out, received)", "out.sum().backward()",
+     "2 stages, 1 micro-batch: the gradient of"),
+    ("backward without its gradient", "backward(out, received)", "backward(out)", "scalar outputs"),
+    ("what was received goes on", "return x.grad", "return received", "a function without a return")])
 def gradient_across_processes(attempt):
     """Let a gradient cross from one process to the one before it.
 
@@ -162,7 +176,15 @@ def gradient_across_processes(attempt):
     "send: nothing to do where destination is None. Else append (dist.isend(tensor, destination, group=group), tensor) "
     "to self.sending. The tensor has to be detached and contiguous, and lives as long as the pair does."),
     blank=("if self.source[action.kind] is not None", "if self.destination[action.kind] is None",
-           "tensor = tensor.detach()", "destination, group =", "self.sending.append("))
+           "tensor = tensor.detach()", "destination, group =", "self.sending.append("), wrong=[
+    ("a blocking receive", "handle = dist.irecv(buffer, source, group=group)",
+     "handle = dist.recv(buffer, source, group=group)", "deadlock"),
+    ("what is posted is posted again", " and action not in self.receiving", "", "receive from rank 1"),
+    ("both directions share a group", "source, group = self.source[action.kind], self.group[action.kind]",
+     'source, group = self.source[action.kind], self.group["F"]', "post_receive of B0 has to use"),
+    ("what is sent is not kept", "group=group), tensor))", "group=group), None))", "self.sending has to keep"),
+    ("the graph is kept, too", "tensor.detach().to", "tensor.to", "detached, or it keeps the graph"),
+    ("sent as it lies", ".to(self.wire_device).contiguous()", ".to(self.wire_device)", "not contiguous")])
 def executor(attempt):
     """Receive early and send in the background, so that no stage waits without need.
 

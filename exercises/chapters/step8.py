@@ -9,7 +9,11 @@ from schedule_attempt import picture, play_schedule, score_time_and_memory, trai
     "the first phase have on the last stage, and on the one before it?",
     "The warm-up has one forward for each later stage, p - s - 1, but no more than there are micro-batches.",
     "With w forwards in the warm-up: F of 0 to w - 1; then F of i and B of i - w for i from w to m - 1; then the B of "
-    "the last w micro-batches."))
+    "the last w micro-batches."), wrong=[
+    ("deadlock", "deadlock: no stage can go on"),
+    ("few", "does F2, but the micro-batches are 0 to 1"),
+    ("no cool-down", "range(num_microbatches - warm_up, num_microbatches)", "range(0)", "never does B"),
+    ("the warm-up of four stages", "num_stages - stage - 1", "4 - stage - 1", "5 stages, 20 micro-batches")])
 def one_f_one_b(attempt):
     """Order the micro-batches of a stage: warm-up, one forward, one backward, cool-down.
 
@@ -48,7 +52,14 @@ def one_f_one_b(attempt):
     "The ends of a pipeline are its first and last rank, and one rank only where it has one stage: a slice with the "
     "step max(pp_size - 1, 1). The neighbours are beside self.pp_rank; item() makes an int of a tensor's number."),
     blank=("stages =", "self.pp_group =", "self.pp_backward_group =", "ends =", "self.pp_ends_group =",
-           "self.pp_prev_rank =", "self.pp_next_rank ="))
+           "self.pp_prev_rank =", "self.pp_next_rank ="), wrong=[
+    ("the pipeline is that of all tp ranks", "stages = self.ranks[self.dp_rank, :, self.tp_rank]",
+     "stages = self.ranks[self.dp_rank].flatten()", "the ranks of pp_backward_group"),
+    ("the ends are the whole pipeline", "stages[:: max(pp_size - 1, 1)]", "stages", "the ranks of pp_ends_group"),
+    ("peers", "pp_next_rank"),
+    ("one group for both directions", "self.pp_backward_group = make_group(stages)",
+     "self.pp_backward_group = self.pp_group", "whether the two groups"),
+    ("a neighbour is a tensor", "stages[self.pp_rank - 1].item()", "stages[self.pp_rank - 1]", "tensor(0)")])
 def stages_in_the_grid(attempt):
     """Find the ranks of a pipeline in the grid, its ends, and the neighbours of a stage.
 

@@ -11,7 +11,13 @@ from lab.ranks import SMALL
 @exercise("9", "dataloader.deal_microbatches", hints=(
     "In round 0 each pipeline takes one, in round 1 each that takes at least two, and so on.",
     "Sort pairs (round, pipeline), one for each micro-batch that a pipeline takes: their order is that of dealing.",
-    "The i-th pair of the sorted list says which pipeline gets micro-batch i."))
+    "The i-th pair of the sorted list says which pipeline gets micro-batch i."), wrong=[
+    ("each pipeline gets its micro-batches in a row", "sorted((turn, pipeline) for", "sorted((pipeline, pipeline) for",
+     "not the order of the rounds"),
+    ("all pipelines take the same number", "for turn in range(count)", "for turn in range(num_microbatches[0])",
+     "pipeline 1 gets 3, and takes 2"),
+    ("each pipeline counts its own", "return [[i for i, (_, dealt_to) in enumerate(turns) if dealt_to == pipeline]",
+     "return [list(range(num_microbatches[pipeline]))", "micro-batch 0 is dealt 2 times")])
 def deal_micro_batches(attempt):
     """Deal the micro-batches of a step to pipelines that take unlike numbers of them.
 
@@ -46,7 +52,13 @@ def deal_micro_batches(attempt):
     "places[name] is the set of all (k, s) for which `name` is among them: a dictionary of set comprehensions.",
     "The group of a module is grid.group_of(places[module]); that of the tied parameter is the one of the union of "
     "places[module] over the modules in `ends`."),
-    blank=("places =", "group = grid.group_of(places", "group = grid.group_of({"))
+    blank=("places =", "group = grid.group_of(places", "group = grid.group_of({"), wrong=[
+    ("stage and pipeline are exchanged", "{(k, s) for", "{(s, k) for", "the owners of"),
+    ("only the first pipeline is asked", "enumerate(pipelines)", "enumerate(pipelines[:1])", "expected  [0, 3]"),
+    ("the tied parameter has the owners of its first module", "for module in ends for place",
+     "for module in ends[:1] for place", "tied, the owners of"),
+    ("a name that begins another one's", "if name in names} for", 'if name in " ".join(names)} for',
+     "the owners of decoder_layers.1.")])
 def owners_of_a_module(attempt):
     """Find the ranks that hold a module, where pipelines are cut at unlike places.
 
@@ -89,7 +101,15 @@ def owners_of_a_module(attempt):
     "those for s - 1?",
     "best(s, k) = the least, over all beginnings f of the last stage, of max(best(s - 1, f), sum(costs[f:k]) / speed).",
     "Keep the sizes of the stages beside the time, and functools.cache the function: it is called often with the same "
-    "arguments. A recursion that tries all cuts is as good where there are few layers."))
+    "arguments. A recursion that tries all cuts is as good where there are few layers."), wrong=[
+    ("a stage without layers is allowed", "for first in range(stages - 1, layers):",
+     "for first in range(1, layers + 1):", "each needs one"),
+    ("where stages begin, and not how many they get", "[*sizes, layers - first]", "[*sizes, first]", "together, of 6"),
+    ("the last stage is forgotten", "return best(len(speeds), len(costs))[1]",
+     "return best(len(speeds), len(costs))[1][:-1]", "not a number for each of the 3 stages"),
+    ("the costs and speeds are not read", "return best(len(speeds), len(costs))[1]",
+     "return [len(costs) // len(speeds) + (s < len(costs) % len(speeds)) for s in range(len(speeds))]",
+     "whatever the costs and speeds are")])
 def cut_layers(attempt):
     """Cut layers of unlike cost into stages for machines of unlike speed.
 

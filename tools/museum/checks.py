@@ -12,7 +12,7 @@ Steps train on ranks in this process, trainers of same_numbers in forked ones.
 import functools
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import same_numbers
@@ -27,7 +27,6 @@ from museum.fault import Fault
 NOT_TYPED = {"pp": "torch.distributed.pipelining sends objects", "ddp": "DDP's hooks are C++",
              "--zero": "ZeRO's sums are sends and receives of unlike parts",
              "--virtual_stages": "types know no virtual stages"}
-STOPPED = Violation, KeyError  # of ranks that do not come to an end
 STEPS_RUN, STEPS_RECORDED, FEW_MICROBATCHES = 2, 3, ("--gradient_accumulation_steps", "4")
 
 
@@ -134,7 +133,7 @@ def find(fault: Fault, check: str = "", healthy: bool = False) -> Finding:
     right, wrong = (fault.program(*FEW_MICROBATCHES, healthy=each) for each in (True, False))
     try:
         return CHECKS[check](right if healthy else wrong, right)
-    except STOPPED as error:
+    except Violation as error:
         return Finding(False, f"the ranks stop: {error}", tried=False)
 
 
@@ -166,34 +165,28 @@ def says(fault: Fault, check: str, saw: str) -> tuple[bool, bool]:
     return bool(re.search(place, first)), bool(re.search(cause, first))
 
 
-TOPOLOGIES = (  # healthy ones: a step, its ranks and flags
-    ("3", 1, ""), ("4", 2, "--tp_size 2"), ("4", 4, "--tp_size 4"),
-    ("5", 2, "--dp_size 2"), ("5", 4, "--dp_size 2 --tp_size 2"), ("6", 2, "--dp_size 2"), ("6", 3, "--dp_size 3"),
-    ("7", 2, "--pp_size 2"), ("7", 4, "--pp_size 2 --dp_size 2"), ("8", 4, "--pp_size 4"),
-    ("8", 2, "--pp_size 2 --recompute"), ("8", 4, "--pp_size 2 --tp_size 2 --pp_engine afab"),
-    ("8", 8, "--dp_size 2 --pp_size 2 --tp_size 2"), ("9", 2, "--pp_size 2"), ("9", 4, "--dp_size 2 --tp_size 2"),
-    ("10", 2, "--pp_size 2 --pp_engine zb"), ("10", 4, "--pp_size 4 --pp_engine zb"),
-    ("11", 2, "--pp_size 2 --pp_engine interleaved --virtual_stages 2"),
-    ("11", 2, "--pp_size 2 --pp_engine interleaved_zb --virtual_stages 2"),
-    ("12", 2, "--dp_size 2 --zero 1"), ("12", 3, "--dp_size 3 --zero 1"), ("12", 2, "--dp_size 2 --zero 2"),
-    ("12", 4, "--dp_size 2 --pp_size 2 --zero 1"), ("13", 2, "--dp_size 2 --zero 3"),
-    ("13", 4, "--dp_size 2 --tp_size 2 --zero 3"), ("14", 2, "--tp_size 2 --sequence_parallel"),
-    ("14", 4, "--tp_size 4 --sequence_parallel"), ("14", 4, "--tp_size 2 --pp_size 2 --sequence_parallel"),
-    ("14", 4, "--tp_size 2 --dp_size 2 --sequence_parallel --zero 1"), ("15", 2, "--cp_size 2"),
-    ("15", 2, "--cp_size 2 --cp_layout contiguous"), ("15", 4, "--cp_size 4"), ("15", 4, "--cp_size 2 --dp_size 2"),
-    ("15", 4, "--cp_size 2 --pp_size 2"), ("15", 4, "--cp_size 2 --tp_size 2 --sequence_parallel"),
-    ("15", 4, "--cp_size 2 --dp_size 2 --zero 3"), ("16", 2, "--dp_size 2 --num_experts 4"),
-    ("16", 2, "--dp_size 2 --ep_size 2 --num_experts 4"),
-    ("16", 4, "--dp_size 4 --ep_size 2 --num_experts 4 --balance_loss 0.01"),
-    ("16", 4, "--dp_size 2 --ep_size 2 --tp_size 2 --num_experts 4"),
-    ("16", 4, "--dp_size 2 --ep_size 2 --pp_size 2 --pp_engine 1f1b --num_experts 4"),
-)
-
+TOPOLOGIES = (  # healthy ones: a step and its flags
+    "3", "4 --tp_size 2", "4 --tp_size 4", "5 --dp_size 2", "5 --dp_size 2 --tp_size 2", "6 --dp_size 2",
+    "6 --dp_size 3", "7 --pp_size 2", "7 --pp_size 2 --dp_size 2", "8 --pp_size 4", "8 --pp_size 2 --recompute",
+    "8 --pp_size 2 --tp_size 2 --pp_engine afab", "8 --dp_size 2 --pp_size 2 --tp_size 2", "9 --pp_size 2",
+    "9 --dp_size 2 --tp_size 2", "10 --pp_size 2 --pp_engine zb", "10 --pp_size 4 --pp_engine zb",
+    "11 --pp_size 2 --pp_engine interleaved --virtual_stages 2",
+    "11 --pp_size 2 --pp_engine interleaved_zb --virtual_stages 2", "12 --dp_size 2 --zero 1",
+    "12 --dp_size 3 --zero 1", "12 --dp_size 2 --zero 2", "12 --dp_size 2 --pp_size 2 --zero 1",
+    "13 --dp_size 2 --zero 3", "13 --dp_size 2 --tp_size 2 --zero 3", "14 --tp_size 2 --sequence_parallel",
+    "14 --tp_size 4 --sequence_parallel", "14 --tp_size 2 --pp_size 2 --sequence_parallel",
+    "14 --tp_size 2 --dp_size 2 --sequence_parallel --zero 1", "15 --cp_size 2",
+    "15 --cp_size 2 --cp_layout contiguous", "15 --cp_size 4", "15 --cp_size 2 --dp_size 2",
+    "15 --cp_size 2 --pp_size 2", "15 --cp_size 2 --tp_size 2 --sequence_parallel",
+    "15 --cp_size 2 --dp_size 2 --zero 3", "16 --dp_size 2 --num_experts 4",
+    "16 --dp_size 2 --ep_size 2 --num_experts 4", "16 --dp_size 4 --ep_size 2 --num_experts 4 --balance_loss 0.01",
+    "16 --dp_size 2 --ep_size 2 --tp_size 2 --num_experts 4",
+    "16 --dp_size 2 --ep_size 2 --pp_size 2 --pp_engine 1f1b --num_experts 4")
 
 HEALTHY = tuple(each for each in CHECKS if each not in ("bytes", "types"))  # bytes are beside themselves
 
 
-def healthy_alarms(step: str, flags: str, names: tuple[str, ...] = HEALTHY) -> list[str]:
+def healthy_alarms(where: str, names: Sequence[str] = HEALTHY) -> list[str]:
     """What checks say against a step as it is: it should be nothing. (Those of types are on typed.GRIDS.)"""
-    program = Program(step, [*flags.split(), *FEW_MICROBATCHES])
+    program = Program(where.split()[0], [*where.split()[1:], *FEW_MICROBATCHES])
     return [f"{name}: {found.saw}" for name in names if (found := CHECKS[name](program, program)).alarm]

@@ -16,6 +16,15 @@ AXIS_OF = {  # of a trainer of same_numbers: what its ranks divide
     "tp": "tp", "sp": "tp", "cp": "cp", "pp": "pp", "ep": "ep", "sharded": "zero", "muon": "zero"}
 
 
+def after(file: str, old: str, text: str) -> tuple[str, str, str]:
+    """The edit that puts `text` behind `old`."""
+    return file, old, old + text
+
+
+def before(file: str, old: str, text: str) -> tuple[str, str, str]:
+    return file, old, text + old
+
+
 class Fault(NamedTuple):
     name: str
     where: str  # a step with its flags, "4 --tp_size 2"; one of same_numbers, "trainer tp"; "library torch 2.13.0"

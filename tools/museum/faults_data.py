@@ -1,50 +1,34 @@
 """Faults of what replicas do: samples, seeds, gradients and their buckets, the optimizer's shards."""
 
-from museum.fault import Fault
+from museum.fault import Fault, before
 
 FAULTS = (
     Fault("hang", "5 --dp_size 2",
           "Only the rank that logs takes part in the all-reduce of the loss: the run stands still.",
-          ("netket/netket#2272",),
-          (("data_parallel.py", "    if grid.dp_world_size > 1:\n        dist.all_reduce(loss",
-            "    if grid.is_logging_rank:\n        dist.all_reduce(loss"),),
+          ("netket/netket#2272",), (("data_parallel.py", "    if grid.dp_world_size > 1:\n        dist.all_reduce(loss",
+                                     "    if grid.is_logging_rank:\n        dist.all_reduce(loss"),),
           {"messages": r"rank 1 --> rank 0     all_reduce of the ranks \[0, 1\]"}),
     Fault("drift", "5 --dp_size 2",
           "Only the last micro-batch's gradient is averaged, not the accumulated one: replicas drift apart.",
           ("deepspeedai/DeepSpeed#7985", "huggingface/picotron#39"),
-          (("data_parallel.py", "param.register_post_accumulate_grad_hook(self.allreduce_grad)",
-            "param.register_hook(self.allreduce_grad)"),
-           ("data_parallel.py", '''\
-    def allreduce_grad(self, param: nn.Parameter) -> None:
-        """Called by backward when `param.grad` holds the sum over the micro-batches so far."""
-''', '''\
-    def allreduce_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        """Called by backward with the gradient of this micro-batch, before it is added to `param.grad`."""
-        grad = grad.clone()
-'''), ("data_parallel.py", '''\
-            dist.all_reduce(param.grad, group=grid.dp_group)
-            param.grad /= grid.dp_world_size
-''', '''\
-            dist.all_reduce(grad, group=grid.dp_group)
-            grad /= grid.dp_world_size
-        return grad
-''')),
+          (("data_parallel.py", "param.register_post_accumulate_grad_hook(", "param.register_hook("),
+           ("data_parallel.py", "(self, param: nn.Parameter) -> None:", "(self, grad: torch.Tensor) -> torch.Tensor:"),
+           ("data_parallel.py", "dist.all_reduce(param.grad, group=grid.dp_group)\n            param.grad /= "
+            "grid.dp_world_size\n", "dist.all_reduce(grad := grad / grid.dp_world_size, group=grid.dp_group)\n"
+            "        return grad\n")),
           {"numbers": ("all 39 parameters", "whose mean is right: are some summands never averaged"),
            "types": "R is added to P on axis dp"}),
     Fault("seed", "5 --dp_size 2",
           "Each replica draws its initial weights from a seed of its own: replicas differ from the start.",
-          ("pytorch/torchtitan#166",),
-          (("train.py", "init_weights(model, args.seed, device",
-            "init_weights(model, args.seed + grid.dp_rank, device"),),
+          ("pytorch/torchtitan#166",), (("train.py", "init_weights(model, args.seed, device",
+                                         "init_weights(model, args.seed + grid.dp_rank, device"),),
           {"numbers": ("weights at the start", "seed of its own")}),
     Fault("order", "5 --dp_size 2",
           "Odd ranks compute up_proj before gate_proj, so hooks fire in another order: wrong sums, no error.",
           ("deepspeedai/DeepSpeed#2343",),
-          (("model.py", "        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))\n", '''\
-        if torch.distributed.get_rank() % 2:
-            return self.down_proj(self.up_proj(x) * F.silu(self.gate_proj(x)))
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-'''),),
+          (before("model.py", "        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))\n",
+                  "        if torch.distributed.get_rank() % 2:\n            return self.down_proj(self.up_proj(x) * "
+                  "F.silu(self.gate_proj(x)))\n"),),
           {"numbers": (r"mlp\.gate_proj\.weight, decoder_layers\.\*\.mlp\.up_proj", "mixed up with each other")}),
     Fault("sizes", "6 --dp_size 2",
           "Odd ranks launch their buckets in reverse order: all-reduces of unlike sizes meet.",
@@ -59,9 +43,8 @@ FAULTS = (
           {"numbers": ("samples", "rank 1 reads rank 0's")}),
     Fault("early", "5 --dp_size 2",
           "Gradients are averaged after the first micro-batch instead of the last one: replicas drift apart.",
-          ("modelscope/FunASR#3472",),
-          (("train.py", "model.require_backward_grad_sync = i == num_microbatches - 1",
-            "model.require_backward_grad_sync = i == 0"),),
+          ("modelscope/FunASR#3472",), (("train.py", "model.require_backward_grad_sync = i == num_microbatches - 1",
+                                         "model.require_backward_grad_sync = i == 0"),),
           {"numbers": ("all 39 parameters", "whose mean is right: are some summands never averaged"),
            "types": "P is added to R on axis dp"}),
     Fault("each", "5 --dp_size 2", "Gradients are averaged after each micro-batch: right, and as many times the bytes.",
@@ -71,8 +54,7 @@ FAULTS = (
     Fault("rate", "5 --dp_size 2 --warmup_steps 5",
           "The learning rate moves on once for each replica instead of once a step: the warm-up is too short.",
           ("huggingface/transformers#24088", "huggingface/accelerate#963"),
-          (("train.py", "        scheduler.step()\n",
-            "        for _ in range(grid.dp_world_size):\n            scheduler.step()\n"),),
+          (before("train.py", "        scheduler.step()\n", "        for _ in range(grid.dp_world_size):\n    "),),
           {"numbers": (r"the learning rate was \[0.0015\], not \[0.001\]", "scheduler")}),
     Fault("twice", "6 --dp_size 2",
           "finish_gradient_sync() averages buckets that are averaged already: right, and twice the bytes.",

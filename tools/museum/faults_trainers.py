@@ -1,6 +1,6 @@
 """Faults of the small trainers of same_numbers: what no step of the course has, or where a trainer shows it better."""
 
-from museum.fault import Fault
+from museum.fault import Fault, after, before
 
 MODEL, DATA, FORWARD = "trainers_model.py", "trainers_data.py", "first wrong in forward"
 ALL, GRAD = r"\ball \d", "            param.grad /= world()\n"
@@ -23,8 +23,7 @@ FAULTS = (
           ("arXiv:2506.09280",), ((MODEL, "local < len(weight)", "local < len(weight) - 1"),),
           {"numbers": ("embedding: |embedding,", FORWARD)}),
     Fault("bias", "trainer tp", "Each rank adds the bias before the sum over ranks: it is added tp times.",
-          ("awslabs/slapo#10",),
-          ((MODEL, "= f, g, f, g\n", ROW_PARALLEL + "g(linear(x))\n"),),
+          ("awslabs/slapo#10",), ((MODEL, "= f, g, f, g\n", ROW_PARALLEL + "g(linear(x))\n"),),
           {"numbers": (r"layers.0(.mlp)?\b", FORWARD), "types": MIX}),
     Fault("fraction", "trainer tp", "Each rank adds a tp-th of the bias before the sum: its gradient is a tp-th.",
           ("pytorch/torchtitan#4332",),
@@ -33,19 +32,11 @@ FAULTS = (
     Fault("routers", "trainer sp", "Gradients of a router that sees a rank's own tokens are not summed over ranks.",
           ("pytorch/torchtitan#4054",), ((MODEL, '"norm", "router", "out.bias"', '"norm", "out.bias"'),),
           {"numbers": ("router", SUM), "types": f"router.weight: {LEFT}"}),
-    Fault("shifted", "trainer cp", "Labels are shifted after the cut: each part's last label is its own first token.",
-          ("NVIDIA-BioNeMo/bionemo-recipes#1449",),
-          ((MODEL, "own(inputs), own(targets)", "own(inputs), own(inputs).roll(-1, dims=1)"),),
-          {"numbers": ("loss", "targets")}),
-    Fault("origin", "trainer cp", "Each rank counts the positions of its tokens from 0, wherever its part begins.",
-          ("NVIDIA/Megatron-LM#5243",), ((MODEL, "Model(first=rank() * LENGTH // world())", "Model()"),),
-          {"numbers": ("layers.0", FORWARD)}),
     Fault("overlap", "trainer pp", "Two stages have the layer between them: it is applied twice.",
           ("arXiv:2506.09280",), ((MODEL, MINE, '    mine |= {"0"} if rank() < 2 else set()\n' + MINE),),
           {"numbers": ("layers.0", f"{FORWARD}.*twice")}),
     Fault("absent", "trainer pp", "No stage has the last layer: it is never applied.", ("NVIDIA/Megatron-LM#1304",),
-          ((MODEL, MINE, '    mine -= {"1"}\n' + MINE),),
-          {"numbers": ("layers.1", "absent|no rank")}),
+          ((MODEL, MINE, '    mine -= {"1"}\n' + MINE),), {"numbers": ("layers.1", "absent|no rank")}),
     Fault("foreign", "trainer ep", "Experts' gradients are averaged over all ranks: with those of other experts.",
           ("deepspeedai/DeepSpeed#3521",), ((MODEL, "(model, lambda name: name not in parts)", "(model)"),),
           {"numbers": ("mlp.up", "group|other experts|mixed"),
@@ -69,8 +60,7 @@ FAULTS = (
             '    def after():\n        sum_gradients(model, lambda name: name != "embedding.weight", world())\n\n'),),
           {"numbers": ("embedding", MEAN), "types": f"embedding.weight: {LEFT}"}),
     Fault("dropout", "trainer replicas", "Recomputing draws another dropout mask than forward had.",
-          ("allenai/OLMo-core#828",),
-          ((DATA, "use_reentrant=False", "use_reentrant=False, preserve_rng_state=False"),),
+          ("allenai/OLMo-core#828",), (after(DATA, "use_reentrant=False", ", preserve_rng_state=False"),),
           {"numbers": ("layers.0", "look at backward|first wrong")}),
     Fault("padding", "trainer padded", "Each rank divides by its own number of targets, which padding makes unlike.",
           ("huggingface/transformers#34242",), ((DATA, "count = total(mine)", "count = mine * world()"),),
@@ -89,9 +79,8 @@ FAULTS = (
                                              "collective(gathered, own, dim=0)"),),
           {"numbers": (ALL, "look at backward|first wrong"), "types": MIX}),
     Fault("unsent", "trainer sharded", "The last rank does not send the weights that it has updated to the others.",
-          ("arXiv:2506.09280",), ((DATA, "            dist.broadcast(param.data, i % world())\n",
-                                   "            if i % world() < world() - 1:\n"
-                                   "                dist.broadcast(param.data, i % world())\n"),),
+          ("arXiv:2506.09280",), (before(DATA, "            dist.broadcast(param.data, i % world())\n",
+                                         "            if i % world() < world() - 1:\n    "),),
           {"numbers": ("changed", "drift|never sent|broadcast")}),
     Fault("rows", "trainer muon", "Each rank orthogonalises its own rows: Muon needs the whole matrix.",
           ("MoonshotAI/Moonlight#27",),

@@ -7,6 +7,7 @@ import sys
 import tempfile
 
 from lab.launch import ROOT
+from lab.thread_ranks import Violation
 from museum import checks
 from museum.fault import Fault
 from museum.faults import FAULTS
@@ -33,7 +34,7 @@ def answer(fault: Fault, word: str, names: list[str]) -> tuple[str, bool]:
     if word == "loss":
         try:
             return losses(fault), False
-        except checks.STOPPED as error:
+        except Violation as error:
             return f"the ranks stop: {error}", False
     if word == "diff":
         return f"{fault.program().diff()}\nIt is {fault.name}: {fault.sentence}", True

@@ -24,18 +24,16 @@ try:
 except ImportError as error:
     sys.exit(f"error: {error}")
 
-GRIDS = (  # a step, its ranks and flags
-    ("4", 2, "--tp_size 2"), ("4", 8, "--tp_size 8"),
-    *[(step, ranks, f"--dp_size {ranks // 2 // tp} --pp_size 2 --tp_size {tp} {sequence_parallel}")
-      for step, choices in (("8", [""]), ("14", ["", "--sequence_parallel"])) for sequence_parallel in choices
-      for ranks, tp in ((8, 2), (1024, 2), (1024, 8))],
-    *[("15", ranks, f"--dp_size {ranks // 2 // tp} --cp_size 2 --tp_size {tp} {sequence_parallel}")
-      for sequence_parallel in ("", "--sequence_parallel") for ranks, tp in ((8, 2), (1024, 8))],
-    *[("16", ranks, f"--dp_size {ranks // tp} --ep_size {ep} --tp_size {tp} {sequence_parallel} --num_experts 8")
-      for sequence_parallel in ("", "--sequence_parallel")
-      for ranks, tp, ep in ((8, 2, 2), (8, 1, 8), (1024, 2, 8), (1024, 8, 2), (1024, 8, 8))
-      if tp > 1 or not sequence_parallel],
-)
+GRIDS = (  # a step and its flags
+    "4 --tp_size 2", "4 --tp_size 8", *[
+        f"{step} --dp_size {ranks // 2 // tp} {axis} 2 --tp_size {tp} {sp}".rstrip() for step, axis, sp in (
+            ("8", "--pp_size", ""), ("14", "--pp_size", ""), ("14", "--pp_size", "--sequence_parallel"),
+            ("15", "--cp_size", ""), ("15", "--cp_size", "--sequence_parallel"))
+        for ranks, tp in ((8, 2), (1024, 2), (1024, 8)) if (step, ranks, tp) != ("15", 1024, 2)], *[
+        f"16 --dp_size {ranks // tp} --ep_size {ep} --tp_size {tp} {sp}--num_experts 8"
+        for sp in ("", "--sequence_parallel ")
+        for ranks, tp, ep in ((8, 2, 2), (8, 1, 8), (1024, 2, 8), (1024, 8, 2), (1024, 8, 8)) if tp > 1 or not sp])
+
 
 def check_step(program: Program, type_on_tp: Callable[[str, bool], str] | None = None) -> str:
     """Runs rank 0 of a step's train.py up to its first optimizer step. Returns what is refused.
