@@ -1,8 +1,8 @@
 """All faults, by name."""
 
 from museum import (
-    faults_data, faults_model, faults_more_b, faults_more_c, faults_pipeline, faults_trainers)
+    faults_data, faults_model, faults_more_b, faults_more_c, faults_pipeline, faults_rollouts, faults_trainers)
 from museum.fault import Fault
 
-LISTS = (faults_data, faults_model, faults_pipeline, faults_trainers, faults_more_b, faults_more_c)
+LISTS = (faults_data, faults_model, faults_pipeline, faults_trainers, faults_more_b, faults_more_c, faults_rollouts)
 FAULTS: dict[str, Fault] = {fault.name: fault for each in LISTS for fault in each.FAULTS}
