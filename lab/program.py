@@ -95,8 +95,9 @@ class Program:
         parser = argparse.ArgumentParser(allow_abbrev=False)
         for name, default in AXES.items():
             parser.add_argument(f"--{name}", type=int, default=default)
-        parser.add_argument("--gradient_accumulation_steps", type=int, default=8)
-        parser.add_argument("--num_experts", type=int, default=0)
+        for name, default in {"gradient_accumulation_steps": 8, "micro_batch_size": 1, "seq_len": 16, "group_size": 1,
+                              "num_experts": 0}.items():  # of SMALL, in lab/ranks.py
+            parser.add_argument(f"--{name}", type=int, default=default)
         parser.add_argument("--pp_engine", default="1f1b")
         parser.add_argument("--pipelines", default="")
         parser.add_argument("--sequence_parallel", action="store_true")

@@ -176,7 +176,7 @@ def of_backward(step: Step) -> str:
     """Where to look, of gradients that are wrong by no factor that means anything."""
     one, many = (given(records, "loss") for records in (step.a, step.b))
     wanted, mean = (sum(each) / len(each) if each else None for each in (one, many))
-    is_right, loss, limit = None, "no loss was recorded: ", step.noise.totals * abs(wanted or 0)
+    is_right, loss, limit = None, "no loss was recorded: ", step.noise.of_loss(wanted or 0)
     if one and many:
         is_right = min(abs(each - wanted) for each in (*many, mean)) <= limit
         (shown,), right = unlike([mean], wanted, 6)

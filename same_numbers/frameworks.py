@@ -16,16 +16,16 @@ WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 DDP = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel) if dist.is_available() else ()
 
 
-def gather(own: dict, world: int) -> list[dict]:
-    """`own` of all ranks, by the same collectives on each. torch's own function needs numpy, which one may lack."""
+def gather(own: dict, world: int, group=None) -> list[dict]:
+    """`own` of all ranks of the group, by the same collectives on each. torch's own function needs numpy, which one may lack."""
     if world == 1 or not dist.is_initialized():
         return [own] * world
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     text = torch.tensor(list(pickle.dumps(own)), dtype=torch.uint8, device=device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([len(text)], device=device))
+    dist.all_gather(sizes, torch.tensor([len(text)], device=device), group)
     texts = [torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(texts, torch.nn.functional.pad(text, (0, len(texts[0]) - len(text))))
+    dist.all_gather(texts, torch.nn.functional.pad(text, (0, len(texts[0]) - len(text))), group)
     return [pickle.loads(bytes(each.tolist())) for each in texts]  # which stops where it ends
 
 

@@ -29,6 +29,9 @@ class Noise(NamedTuple):
     updates: float
     rounding: float  # what is no fault, but noted
 
+    def of_loss(self, size: float) -> float:  # absolute. GRPO's is about 0, and its terms are of the size of 1
+        return max(self.totals * abs(size), RESOLUTION[self.computed])
+
 
 def noise(computed: str, kept: str, drift: float = 0.0, is_rounded: bool = False) -> Noise:
     """`drift`: what weights that have come apart add."""

@@ -44,19 +44,20 @@ class Recorder:
     elsewhere than in `param.grad`, `gradient(param)` returns this rank's summand, in the parameter's shape.
     `first_step` numbers a resumed run's. `save_gradients` writes this rank's gradients themselves, too, as "whole".
     `modules`, names with * or "blocks", are those whose outputs, and gradients at them, say where a fault is; `tokens`
-    are the indices and the number of tokens, `([0, 1, 6, 7], 8)`, where this rank has a part of each sample.
+    are the indices and the number of tokens, `([0, 1, 6, 7], 8)`, where this rank has a part of each sample. `group`: of
+    the ranks that train, where others do something else, such as to generate.
     Raises ValueError where nothing could be recorded by these arguments.
     """
 
     def __init__(self, model, optimizer, folder, *, steps: int = 3, first_step: int = 1, parts=None, gradient=None,
-                 save_gradients: bool = False, modules=(), tokens=None):
+                 save_gradients: bool = False, modules=(), tokens=None, group=None):
         if steps < 1:
             raise ValueError(f"steps={steps} records nothing: use 1 or more")
         is_many = dist.is_available() and dist.is_initialized()
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if is_many else (0, 1)
+        self.rank, self.world = (dist.get_rank(group), dist.get_world_size(group)) if is_many else (0, 1)
         self.optimizers, self.folder = optimizers(optimizer), pathlib.Path(folder).absolute()
         self.first, self.next, self.last, self.is_over = first_step, first_step, first_step + steps - 1, False
-        self.gradient, self.save_gradients = gradient or frameworks.gradient_of, save_gradients
+        self.gradient, self.save_gradients, self.group = gradient or frameworks.gradient_of, save_gradients, group
         self.modules = list(model) if isinstance(model, (list, tuple)) else [model]
         aliases = self.find_parameters(parts or (lambda name: None))
         self.keys = {name: bounds_of(place) for name, place in self.places.items()}
@@ -133,7 +134,7 @@ class Recorder:
                 self.params[name], self.places[name] = param, (shape, index)
             here = {name: param for name, param in self.params.items() if not (parts(name) or ("", ()))[1]}
             own |= frameworks.own_cuts(module, here, self.rank)
-        frameworks.place_cuts(self.places, frameworks.gather(own, self.world), self.rank)
+        frameworks.place_cuts(self.places, frameworks.gather(own, self.world, self.group), self.rank)
         return aliases
 
     @harmless

@@ -146,7 +146,7 @@ def judge_loss(step: Step) -> tuple[list[Finding], str]:
     one, many = (given(records, "loss") for records in (step.a, step.b))
     if not one or not many:
         return [], ""
-    wanted, limit = sum(one) / len(one), step.noise.totals * max(map(abs, one))
+    wanted, limit = sum(one) / len(one), step.noise.of_loss(max(map(abs, one)))
     holders = [{rank for ranks in parts.values() for rank in ranks} for parts in step.pair.many.parts.values()]
     last = [each for rank, each in enumerate(step.b) if each["loss"] is not None and (
         each["loss"] or all(rank in ranks for ranks in holders))]  # stages of a pipeline may say 0

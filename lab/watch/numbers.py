@@ -168,13 +168,15 @@ class SameNumbers(Watch):
     def recorder(self, model: torch.nn.Module, optimizer, modules) -> same_numbers.Recorder:
         """Each tp rank has the gradient of what all hold whole, so it gives a part of that."""
         split = {getattr(each, name) for each in model.modules() for name in getattr(each, "tp_dims", ())}
-        tp_size = getattr(modules.process_group_manager.process_group_manager, "tp_world_size", 1)
+        grid = modules.process_group_manager.process_group_manager
+        tp_size = getattr(grid, "tp_world_size", 1)
 
         def summand(param: torch.Tensor) -> torch.Tensor:
             return part_of(model, param, "grad") / (1 if param in split else tp_size)
 
         return same_numbers.Recorder(getattr(model, "module", model), optimizer, self.folder, steps=self.steps,
-                                     gradient=summand if hasattr(model, "level") else None)
+                                     gradient=summand if hasattr(model, "level") else None,
+                                     group=getattr(grid, "grid_group", None))
 
     def around(self, ranks) -> contextlib.AbstractContextManager:
         return hooked(register_optimizer_step_pre_hook(lambda *_: self._recorders[dist.get_rank()].step(

@@ -26,7 +26,7 @@ from museum.fault import Fault
 
 NOT_TYPED = {"pp": "torch.distributed.pipelining sends objects", "ddp": "DDP's hooks are C++",
              "--zero": "ZeRO's sums are sends and receives of unlike parts",
-             "--virtual_stages": "types know no virtual stages"}
+             "--virtual_stages": "types know no virtual stages", "--generators": "a rank alone gets no answers"}
 STEPS_RUN, STEPS_RECORDED, FEW_MICROBATCHES = 2, 3, ("--gradient_accumulation_steps", "4")
 
 
@@ -38,8 +38,9 @@ class Finding(NamedTuple):
 
 def train(program: Program, steps: int, watches=(), dtype: str = "float64", layers: int | None = None):
     """Trains a step for so many optimizer steps on random samples. Returns lab's Result, raises what a rank raises."""
-    tokens = 16 * program.sizes.dp_size * program.sizes.gradient_accumulation_steps
-    flags = [*program.flags, "--dtype", dtype, "--max_tokens", steps * tokens]
+    sizes = program.sizes
+    samples = sizes.micro_batch_size * sizes.group_size * sizes.dp_size * sizes.gradient_accumulation_steps
+    flags = [*program.flags, "--dtype", dtype, "--max_tokens", steps * samples * sizes.seq_len]
     flags += ["--num_hidden_layers", layers] if layers else []
     return run(program.with_flags(flags), threads(program.size), watches, timeout=600)
 
@@ -181,7 +182,9 @@ TOPOLOGIES = (  # healthy ones: a step and its flags
     "15 --cp_size 2 --dp_size 2 --zero 3", "16 --dp_size 2 --num_experts 4",
     "16 --dp_size 2 --ep_size 2 --num_experts 4", "16 --dp_size 4 --ep_size 2 --num_experts 4 --balance_loss 0.01",
     "16 --dp_size 2 --ep_size 2 --tp_size 2 --num_experts 4",
-    "16 --dp_size 2 --ep_size 2 --pp_size 2 --pp_engine 1f1b --num_experts 4")
+    "16 --dp_size 2 --ep_size 2 --pp_size 2 --pp_engine 1f1b --num_experts 4",
+    *[f"19 --{axis}_size 2 --generators 2 --lag {lag} --group_size 4 --micro_batch_size 2 --seq_len 8"
+      for axis, lag in (("dp", 0), ("pp", 1))])
 
 HEALTHY = tuple(each for each in CHECKS if each not in ("bytes", "types"))  # bytes are beside themselves
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from lab.launch import ROOT
 from lab.program import Edit, Program
 
-SAMPLES, TOKENS = 8, 40960  # of 128 tokens, on all replicas: samples a step in micro-batches of 4, and tokens in ten
+# On all replicas: samples of 128 tokens in micro-batches of 4, or two prompts with 4 answers of 8 tokens; ten steps
+SAMPLES, TOKENS = 8, 40960
 AXIS_OF = {  # of a trainer of same_numbers: what its ranks divide
     "tp": "tp", "sp": "tp", "cp": "cp", "pp": "pp", "ep": "ep", "sharded": "zero", "muon": "zero"}
 
@@ -52,13 +53,14 @@ class Fault(NamedTuple):
         """Of the step's train.py: by default 32 samples in each of ten steps, whatever the topology."""
         words = self.where.split()[1:] if self.is_step else []
         replicas = int(words[words.index("--dp_size") + 1]) if "--dp_size" in words else 1
-        default = {"--gradient_accumulation_steps": SAMPLES // replicas, "--max_tokens": TOKENS}
+        tokens = TOKENS // 8 if "--generators" in words else TOKENS
+        default = {"--gradient_accumulation_steps": SAMPLES // replicas, "--max_tokens": tokens}
         return [*words, *(str(word) for pair in default.items() if pair[0] not in words for word in pair)]
 
     @property
     def axis(self) -> str:
-        """What ranks divide where it is: "dp", "zero", "tp", "pp", "cp" or "ep"."""
-        axes = [axis for axis in ("ep", "cp", "zero", "pp", "tp") if f"--{axis}" in self.where]
+        """What ranks divide where it is: "dp", "zero", "tp", "pp", "cp", "ep" or "generators"."""
+        axes = [axis for axis in ("generators", "ep", "cp", "zero", "pp", "tp") if f"--{axis}" in self.where]
         return AXIS_OF.get(self.step, "dp") if self.is_trainer else (axes or ["dp"])[0]
 
     def program(self, *further: str, healthy: bool = False) -> Program:

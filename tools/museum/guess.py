@@ -12,7 +12,7 @@ from museum import checks
 from museum.fault import Fault
 from museum.faults import FAULTS
 
-AXES = ("dp", "zero", "tp", "pp", "cp", "ep")
+AXES = ("dp", "zero", "tp", "pp", "cp", "ep", "generators")
 STEPS_OF_LOSS = 5
 
 

@@ -32,9 +32,10 @@ HEAD = """# Museum of faults
 
 Each of these faults was in somebody's trainer. Here it is a few changed lines of a step of this course, or of a small
 trainer in [`same_numbers/`](../same_numbers), and one row. A row says how far the loss of step 100 is from the right
-one, and what five checks say: *numbers* compares many processes with one ([SAME_NUMBERS.md](SAME_NUMBERS.md)); *bytes*
-counts what each rank sends, *messages* follows it, and *schedule* plays the pipeline without ranks
-([DEBUGGING.md](DEBUGGING.md)); *types* says what a tensor is over ranks ([TYPES.md](TYPES.md)).
+one (of rollouts, the reward), and what five checks say: *numbers* compares many processes with one
+([SAME_NUMBERS.md](SAME_NUMBERS.md)); *bytes* counts what each rank sends, *messages* follows it, and *schedule* plays
+the pipeline without ranks ([DEBUGGING.md](DEBUGGING.md)); *types* says what a tensor is over ranks
+([TYPES.md](TYPES.md)).
 
 `python tools/break_it.py NAME` shows what happens, `--find` what the check says, and `--guess` is for practice: it does
 not tell which fault it is. "no": the check says nothing; "–": it has nothing to look at; "stops": the ranks do not
@@ -49,7 +50,8 @@ class Row(NamedTuple):
 
 
 def last_loss(fault: Fault, healthy: bool) -> float:
-    """Of step 100 on random samples: of a trainer, which is right in one process; of a step, with few layers."""
+    """Of step 100 on random samples: of a trainer, which is right in one process; of a step, with few layers. Of
+    rollouts it is the mean reward: their loss is about 0 all the time."""
     if fault.is_trainer:
         with tempfile.TemporaryDirectory() as folder:
             trainer = trainers.of(fault.step, fault.program(healthy=healthy).load())
@@ -57,7 +59,8 @@ def last_loss(fault: Fault, healthy: bool) -> float:
             return trainers.losses(folder)[STEPS - 1]
     program = fault.program(*checks.FEW_MICROBATCHES, healthy=healthy)
     sizes = program.sizes
-    return checks.train(program, STEPS, layers=max(sizes.pp_size * sizes.virtual_stages, 2)).rows[-1]["loss"]
+    row = checks.train(program, STEPS, layers=max(sizes.pp_size * sizes.virtual_stages, 2)).rows[-1]
+    return row.get("reward", row["loss"])
 
 
 @functools.cache
