@@ -10,6 +10,7 @@ from lab.launch import ROOT
 from lab.program import Edit, Program
 from museum import checks, guess
 from museum.checks import CHECKS, TOPOLOGIES, Finding
+from museum.faults import LISTS
 
 PAGE = (ROOT / "docs" / "DEBUGGING.md").read_text(encoding="utf-8")
 FIRST = {next(each for each in TOPOLOGIES if each.startswith(step)) for step in ("4 ", "5 ", "8 ", "14 ")}  # by default
