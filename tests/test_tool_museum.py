@@ -13,7 +13,6 @@ from museum.checks import CHECKS, TOPOLOGIES, Finding
 from museum.faults import LISTS
 
 PAGE = (ROOT / "docs" / "DEBUGGING.md").read_text(encoding="utf-8")
-FIRST = {next(each for each in TOPOLOGIES if each.startswith(step)) for step in ("4 ", "5 ", "8 ", "14 ")}  # by default
 OWN = {(name, next(iter(fault.seen))) for name, fault in FAULTS.items() if fault.is_step}
 
 
@@ -28,13 +27,14 @@ def test_each_record_is_small_and_published():
         assert sum(new.count("\n") for _, _, new in fault.edits) <= 15, name  # a programmer's mistake, not a program
 
 
+@pytest.mark.drawn(30)
 @pytest.mark.parametrize("name, check", sorted(OWN))
 def test_its_own_check_finds_a_fault(name, check):
     assert_that_it_says_what_the_record_says(name, check)
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(60)
+@pytest.mark.drawn(20)
 @pytest.mark.parametrize("name, check", sorted({(name, check) for name, fault in FAULTS.items() for check in CHECKS
                                                 if fault.is_step and not checks.cannot(fault, check)} - OWN))
 def test_the_checks_that_see_a_fault_are_those_of_its_record(name, check):
@@ -59,8 +59,8 @@ def test_an_edit_whose_text_is_gone_is_an_error(old, times):
     assert "-import time" in Program(4, edits=[Edit("train.py", "import time", "import this")]).diff()
 
 
-@pytest.mark.parametrize("where", [
-    pytest.param(each, marks=() if each in FIRST else pytest.mark.slow) for each in TOPOLOGIES])
+@pytest.mark.drawn(12)
+@pytest.mark.parametrize("where", TOPOLOGIES)
 def test_no_alarm_on_a_healthy_topology(where):
     assert checks.healthy_alarms(where) == []
 
