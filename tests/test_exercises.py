@@ -69,6 +69,7 @@ def test_blank_is_a_sentence(name, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(35)
 @pytest.mark.parametrize("name", EXERCISES)
 def test_wrong_answers_are_refused(name, tmp_path):
     one, ours = EXERCISES[name], solution(EXERCISES[name])
