@@ -1,8 +1,10 @@
 """Numbers in the pages that a formula gives: computed again, to the digits that are written."""
 
 import re
+import textwrap
 
 import pytest
+import torch
 from lab.launch import ROOT, modules_of
 
 with modules_of(9):
@@ -51,3 +53,18 @@ def test_a_number_is_what_its_formula_gives(page, around, value):
     [written] = re.findall(around, (ROOT / page / "README.md").read_text(encoding="utf-8"), re.S)
     digits = len(written.partition(".")[2])
     assert f"{value:.{digits}f}" == written
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_the_noise_scale_of_the_page_is_right_on_average_for_any_number_of_replicas(n):
+    """Gradients of known noise: both estimates are unbiased, and the noise is the replicas' variance, exactly."""
+    lines = re.findall(r"^ +(?:noise|signal) = .*", (ROOT / "docs" / "BATCH_SIZE.md").read_text(encoding="utf-8"), re.M)
+    generator, trials, tokens = torch.Generator().manual_seed(n), 20000, 16
+    mean, deviation = torch.randn(2, 50, generator=generator, dtype=torch.float64)  # of one token's gradient
+    replicas = mean + deviation * tokens**-0.5 * torch.randn(trials, n, 50, generator=generator, dtype=torch.float64)
+    given = dict(n=n, tokens=tokens, own=replicas.square().sum(2).mean(1), large=replicas.mean(1).square().sum(1))
+    exec(textwrap.dedent("\n".join(lines)), given)
+    torch.testing.assert_close(given["noise"], tokens * replicas.var(1).sum(1), rtol=1e-9, atol=1e-9)
+    for name, right in (("noise", deviation), ("signal", mean)):
+        error = given[name].mean() - right.square().sum()
+        assert abs(error) < 4 * given[name].std() * trials**-0.5, (name, error)

@@ -25,7 +25,7 @@ GROUPS = {  # of the navigation -> its pages, in order; a pattern takes those th
     "Laboratory": ("docs/LAB*.md", "notebooks/README.md", "notebooks/[0-9]*.md"),
     "Beyond": ("beyond/README.md", "choose", "beyond/step*/README.md"),
     "Your machines": ("cluster/README.md", "cluster/*.md", "docs/FLAGS.md", "docs/LAUNCHERS.md", "docs/FAILURES.md",
-                      "docs/NETWORK.md"),
+                      "docs/NETWORK.md", "docs/BATCH_SIZE.md", "docs/LOW_PRECISION.md"),
     "Is your trainer right": ("docs/SAME_NUMBERS.md", "docs/MUSEUM.md", "docs/FOUND.md", "docs/SCOREBOARD.md",
                               "same_numbers/*.md", "docs/TYPES.md", "docs/DEBUGGING.md", "docs/COMPARING_RUNS.md",
                               "docs/PROFILING.md"),
