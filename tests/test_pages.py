@@ -14,7 +14,7 @@ PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
 GENERATED = ("runs", "logs", "checkpoints")  # folders that a run writes
 # where readers write
 READERS = ("exercises/mine", "models/smollm2", "undivided.py", "shown.py", "shifted.py", "typed.py", "no_f.py",
-           "no_g.py")
+           "no_g.py", "low.py", "noise.py")
 PATH = re.compile(r"[\w.*<>{}-]+(?:/[\w.*<>{}-]+)+/?|\b\w+\.(?:py|sh)\b")  # with a slash, or a program's name
 
 
