@@ -27,14 +27,14 @@ LAYOUTS = {  # name -> ranks, whether more than two hold each tensor, flags
     "tensor parallel": (4, False, ["--num_microbatches", "2,2", "--tp_size", "2"]),
 }
 FLIP = """
-import json, os, torch
+import os, torch
 from run.session import Session
-rank, at, entry, bit, place, gone = {flip}
+rank, at, entry, bit, place = {flip}
 after_step = Session.after_step
 
 def flip(session, step, *others):
-    first = json.loads(os.environ.get("ELASTIC_RUN", "{{}}")) and os.path.exists(gone)
-    if step == at and torch.distributed.get_rank() == rank and not first:
+    if torch.distributed.get_rank() == rank and (step == at if type(at) is int else os.path.exists(at)):
+        type(at) is int or os.remove(at)
         params = [each for each in session.trained.model.module.model.named_parameters() if each[1].requires_grad]
         name, param = params[int(place * len(params))]
         words = (session.trained.optimizer.state[param][entry] if entry else param.data).view(-1).view(torch.int32)
@@ -89,7 +89,7 @@ def test_a_flipped_bit_is_named(folder, run_code, seed):
     layout, every, rank, at, entry, bit, place, saved = draw(seed)
     ranks, is_majority, more = LAYOUTS[layout]
     words = flags(folder, f"flip{seed}", every, 14, save_every=2)
-    done = run_code("cluster", ranks, FLIP.format(flip=(rank, at, entry, bit, place, "")), *words, *more,
+    done = run_code("cluster", ranks, FLIP.format(flip=(rank, at, entry, bit, place)), *words, *more,
                     then="train_distributed.py", check=False)
     [error] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
@@ -149,7 +149,7 @@ def test_who_is_named(monkeypatch, sums, said):
 
 def test_a_loss_that_is_not_finite(folder, run_code):
     """Its gradients would make all weights alike again: the rank is named before they do."""
-    code = FLIP.format(flip=(2, 3, "", 0x7FC00000, 0.5, "")).replace("^= bit", "|= bit")
+    code = FLIP.format(flip=(2, 3, "", 0x7FC00000, 0.5)).replace("^= bit", "|= bit")
     done = run_code("cluster", 3, code, *flags(folder, "nan", 50, 9), *LAYOUTS["three"][2],
                     then="train_distributed.py", check=False)
     assert done.returncode == 2 and "error: after step 3 rank 2 on " in done.stderr, done.stderr
@@ -161,7 +161,7 @@ def test_local_steps(folder, run_code):
     words = flags(folder, "rounds", 4, 8, local_steps=2, gradient_accumulation=1, save_every=4)
     printed = run_code("cluster", 3, "", *words, "--outer_momentum", 0.5, then="train_distributed.py").stdout
     assert "weights, with their momentum_buffer, every 2 rounds and before anything is saved\n" in printed
-    flip = FLIP.format(flip=(1, 2, "momentum_buffer", 1 << 20, 0.3, ""))
+    flip = FLIP.format(flip=(1, 2, "momentum_buffer", 1 << 20, 0.3))
     done = run_code("cluster", 3, flip, *words, "--run_name", "flip rounds", "--outer_momentum", 0.5,
                     then="train_distributed.py", check=False)
     assert done.returncode == 2 and "error: after step 2 rank 1 on " in done.stderr, done.stderr
@@ -209,10 +209,10 @@ def test_an_elastic_run(folder, tmp_path, seed):
     script = tmp_path / "flips.py"
     script.write_text(f"import sys\nsys.path[0] = {str(ROOT / 'cluster')!r}\nfrom ranks import course\n"
                       f"import os\nprint('process', os.environ['LOCAL_RANK'], os.getpid(), flush=True)\n"
-                      + FLIP.format(flip=(bad, 55, "exp_avg", 1 << 22, 0.4, "never"))
+                      + FLIP.format(flip=(bad, str(tmp_path / "now"), "exp_avg", 1 << 22, 0.4))
                       + f"\nimport runpy\nsys.argv[0] = {str(ROOT / 'cluster/train_distributed.py')!r}\n"
                         "runpy.run_path(sys.argv[0], run_name='__main__')\n")
-    words = flags(folder, f"elastic{seed}", 4, 2000, save_every=10)
+    words = flags(folder, f"elastic{seed}", 4, 10_000, save_every=10)
     run = Launch(write_hosts(tmp_path, f"a address=127.0.0.1 iface=lo nproc=3 python={sys.executable}"), "--elastic",
                  "1:1", "--port", str(29611 + seed), "--env", "OMP_NUM_THREADS=1", "--", script, *map(str, words),
                  *LAYOUTS["three"][2], tools=tmp_path)
@@ -223,10 +223,15 @@ def test_an_elastic_run(folder, tmp_path, seed):
     try:
         assert eventually(lambda: "| step 6/" in run.output(), 90), run.output()
         os.kill(int(dict(processes())[str(killed)]), 9)
+        assert eventually(lambda: run.output().count("3 ranks, tp 1") == 2, 120), run.output()
+        (tmp_path / "now").touch()
+        assert eventually(lambda: run.process.poll() is not None, 120), run.output()
     finally:
-        code, text = run.end(150)
+        os.killpg(run.process.pid, 2) if run.process.poll() is None else None
+        code, text = run.end()
     text = text.partition("launch_cluster: its last lines")[0]
     assert code == 2 and text.count("error: ") == 1 and text.count("replicas compare ") >= 2, text
-    assert re.search(rf"error: after step 5\d rank {bad} on \S+ differs from most replicas in ", text), text
-    assert "going on after step" in text and len(processes()) == 4, text
+    assert re.search(rf"error: after step \d+ rank {bad} on \S+ differs from most replicas in ", text), text
+    [flipped] = re.findall(r"flipped (\S+) ", text)
+    assert f"{flipped} (exp_avg)" in text and text.count("going on after step") >= 2 and len(processes()) == 4, text
     assert text.count("it is started anew") == 1, text
