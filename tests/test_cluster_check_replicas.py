@@ -5,8 +5,11 @@ Each run draws its layout, its flip and its numbers of steps from its seed. FLIP
 
 import os
 import random
+import pathlib
 import re
 import shlex
+import signal
+import socket
 import sys
 
 import pytest
@@ -199,39 +202,77 @@ def test_healthy_runs_go_on(folder, run_code, seed):
     assert len(losses(folder / "runs", f"healthy{seed}")) == end
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_an_elastic_run(folder, tmp_path, seed):
-    """A process is killed; the next generation takes a new one in, and raises no alarm. Then a bit flips: the run ends
-    with code 2, and nothing starts anew."""
+@pytest.fixture
+def elastic(folder, tmp_path):
+    """elastic(name, rank, every) -> a Launch of three processes on this host, and a file: when that is made, the run's
+    rank `rank` flips a bit."""
     (tmp_path / "ssh").write_text(STAND_IN_SSH)
     (tmp_path / "ssh").chmod(0o755)
-    killed, bad = random.Random(f"elastic {seed}").sample(range(3), 2)
-    script = tmp_path / "flips.py"
-    script.write_text(f"import sys\nsys.path[0] = {str(ROOT / 'cluster')!r}\nfrom ranks import course\n"
-                      f"import os\nprint('process', os.environ['LOCAL_RANK'], os.getpid(), flush=True)\n"
-                      + FLIP.format(flip=(bad, str(tmp_path / "now"), "exp_avg", 1 << 22, 0.4))
-                      + f"\nimport runpy\nsys.argv[0] = {str(ROOT / 'cluster/train_distributed.py')!r}\n"
-                        "runpy.run_path(sys.argv[0], run_name='__main__')\n")
-    words = flags(folder, f"elastic{seed}", 4, 10_000, save_every=10)
-    run = Launch(write_hosts(tmp_path, f"a address=127.0.0.1 iface=lo nproc=3 python={sys.executable}"), "--elastic",
-                 "1:1", "--port", str(29611 + seed), "--env", "OMP_NUM_THREADS=1", "--", script, *map(str, words),
-                 *LAYOUTS["three"][2], tools=tmp_path)
+    launched = []
 
-    def processes() -> list[tuple[str, str]]:
-        return re.findall(r"\| process (\d) (\d+)\n", run.output())
+    def start(name: str, rank: int, every: int) -> tuple[Launch, pathlib.Path]:
+        script, now = tmp_path / "flips.py", tmp_path / "now"
+        script.write_text(f"""import sys
+sys.path[0] = {str(ROOT / "cluster")!r}
+from ranks import course
+import os, runpy
+print("process", os.environ["LOCAL_RANK"], os.getpid(), flush=True)
+{FLIP.format(flip=(rank, str(now), "exp_avg", 1 << 22, 0.4))}
+sys.argv[0] = {str(ROOT / "cluster" / "train_distributed.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+""")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        hosts = write_hosts(tmp_path, f"a address=127.0.0.1 iface=lo nproc=3 python={sys.executable}")
+        words = flags(folder, name, every, 10_000, save_every=None)
+        launched.append(Launch(hosts, "--elastic", "1:1", "--port", port, "--env", "OMP_NUM_THREADS=1", "--", script,
+                               *words, *LAYOUTS["three"][2], tools=tmp_path))
+        assert eventually(lambda: "| step 6/" in launched[0].output(), 120), launched[0].output()
+        return launched[0], now
 
-    try:
-        assert eventually(lambda: "| step 6/" in run.output(), 90), run.output()
-        os.kill(int(dict(processes())[str(killed)]), 9)
-        assert eventually(lambda: run.output().count("3 ranks, tp 1") == 2, 120), run.output()
-        (tmp_path / "now").touch()
-        assert eventually(lambda: run.process.poll() is not None, 120), run.output()
-    finally:
-        os.killpg(run.process.pid, 2) if run.process.poll() is None else None
-        code, text = run.end()
+    yield start
+    if launched and launched[0].process.poll() is None:
+        os.killpg(launched[0].process.pid, signal.SIGINT)
+        launched[0].end()
+
+
+def kill(run: Launch, rank: int) -> None:
+    """The first process of that rank."""
+    os.kill(int(re.search(rf"\| process {rank} (\d+)\n", run.output())[1]), signal.SIGKILL)
+
+
+def end(run: Launch) -> str:
+    """What it has printed, when it has ended with one error, and no process was started after that."""
+    assert eventually(lambda: run.process.poll() is not None, 120), run.output()
+    code, text = run.end()
     text = text.partition("launch_cluster: its last lines")[0]
-    assert code == 2 and text.count("error: ") == 1 and text.count("replicas compare ") >= 2, text
-    assert re.search(rf"error: after step \d+ rank {bad} on \S+ differs from most replicas in ", text), text
+    assert code == 2 and text.count("error: ") == 1 and "| process " not in text[text.index("error: "):], text
+    return text
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+def test_an_elastic_run(elastic, seed):
+    """A process is killed; the generations without it and with the new one raise no alarm. Then a bit flips: the run
+    ends with code 2, and nothing starts anew."""
+    killed, bad = random.Random(f"elastic {seed}").sample(range(3), 2)
+    run, now = elastic(f"elastic{seed}", bad, 4)
+    kill(run, killed)
+    assert eventually(lambda: run.output().count("3 ranks, tp 1") == 2, 120), run.output()
+    now.touch()
+    text = end(run)
     [flipped] = re.findall(r"flipped (\S+) ", text)
-    assert f"{flipped} (exp_avg)" in text and text.count("going on after step") >= 2 and len(processes()) == 4, text
-    assert text.count("it is started anew") == 1, text
+    assert re.search(rf"error: after step \d+ rank {bad} on \S+ differs from most replicas in ", text), text
+    assert f"{flipped} (exp_avg)" in text and text.count("replicas compare ") == 3, text
+    assert text.count("going on after step") == 2 and text.count("| process ") == 4, text
+
+
+@pytest.mark.slow
+def test_a_replica_is_lost_beside_a_bad_one(elastic):
+    """Before the next comparison: the two that are left compare before one of them gives the new process a copy."""
+    run, now = elastic("lost", 0, 10_000)
+    now.touch()
+    assert eventually(lambda: "flipped " in run.output(), 60), run.output()
+    kill(run, 2)
+    text = end(run)
+    assert re.search(r"rank 0 on \S+ and rank 1 on \S+ differ in .*; two replicas cannot tell which of", text), text
+    assert text.count("replicas compare ") == 2, text

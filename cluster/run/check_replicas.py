@@ -1,15 +1,15 @@
-"""--check_replicas: ranks that hold the same tensor compare it, as a bit that flips in one of them raises no error.
+"""--check_replicas: ranks that hold the same tensor compare it. A bit that flips in one of them raises no error.
 
-Replicas begin with the same bits and add the same sums of gradients, so weights and AdamW's averages stay the same in
-every bit. Each rank makes one 64-bit checksum of each tensor, and all gather them: 8 bytes a tensor. Tensors are
-matched by name and tensor-parallel rank, since pipelines of unlike shapes hold them on other stages.
+Replicas begin with the same bits and use the same sums of gradients, so weights and AdamW's averages stay the same in
+every bit. Each rank makes one 64-bit checksum of each tensor, and all gather them: 8 bytes a tensor. A tensor is known
+by its name and its tensor-parallel rank, because in pipelines of unlike shapes it is on unlike stages.
 
-They compare every N steps and before anything is saved, so each checkpoint is one on which they agreed; before a step
-whose loss is not finite, which would make all replicas alike again; and in an elastic run before others are taken in
-and, those that were there, when a generation begins.
+They compare every N steps; before anything is saved, so that they agreed on each checkpoint; before an update whose
+loss is not finite, which would spoil all replicas; and in an elastic run before others are taken in, and when a
+generation begins, there without the ranks that have just been given a copy.
 
-With --local_steps averages belong to one replica: weights and the outer momentum are compared, where a round ends.
-Where AdamW rounds otherwise on some ranks, as on unlike devices, healthy replicas part slowly: the flag is refused.
+With --local_steps the averages belong to one replica: weights and the outer momentum are compared, at a round's end.
+Where AdamW rounds otherwise on some ranks, as on unlike devices, healthy replicas differ, so the flag is refused.
 """
 
 import collections
@@ -119,8 +119,7 @@ class Replicas:
             self.compare(step, self.keys)
 
     def before_update(self, step: int, *sums: torch.Tensor) -> None:
-        """Before the optimizer's step, which is not due if its loss or gradient norm, `sums`, is not finite. As above.
-        """
+        """`sums`: loss and gradient norm of the step that the optimizer is about to make. As above."""
         if self.every and not all(total.isfinite() for total in sums):
             self.compare(step - 1, self.keys)
 
