@@ -4,8 +4,8 @@ Each run draws its layout, its flip and its numbers of steps from its seed. FLIP
 """
 
 import os
-import random
 import pathlib
+import random
 import re
 import shlex
 import signal
@@ -22,6 +22,7 @@ with modules_of(9):
     from run import check_replicas
 
 SEEDS = [int(os.environ["FLIP_SEED"])] if "FLIP_SEED" in os.environ else range(20)
+STARTED = r"\| process (\d) (\d+)\n"
 LAYOUTS = {  # name -> ranks, whether more than two hold each tensor, flags
     "three": (3, True, ["--num_microbatches", "1,2,1"]),
     "unlike": (4, True, ["--num_microbatches", "2,1,1", "--pipelines", "3,1;4;4"]),
@@ -42,7 +43,7 @@ def flip(session, step, *others):
         name, param = params[int(place * len(params))]
         words = (session.trained.optimizer.state[param][entry] if entry else param.data).view(-1).view(torch.int32)
         words[int(place * 1e6) % len(words)] ^= bit
-        print("flipped", f"{{name}} ({{entry}})" if entry else name, flush=True)
+        os.write(1, f"flipped {{name}} {{entry and f'({{entry}})'}}\\n".encode())
     return after_step(session, step, *others)
 
 Session.after_step = flip
@@ -216,7 +217,7 @@ def elastic(folder, tmp_path):
 sys.path[0] = {str(ROOT / "cluster")!r}
 from ranks import course
 import os, runpy
-print("process", os.environ["LOCAL_RANK"], os.getpid(), flush=True)
+os.write(1, f"process {{os.environ['LOCAL_RANK']}} {{os.getpid()}}\\n".encode())
 {FLIP.format(flip=(rank, str(now), "exp_avg", 1 << 22, 0.4))}
 sys.argv[0] = {str(ROOT / "cluster" / "train_distributed.py")!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -238,7 +239,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def kill(run: Launch, rank: int) -> None:
     """The first process of that rank."""
-    os.kill(int(re.search(rf"\| process {rank} (\d+)\n", run.output())[1]), signal.SIGKILL)
+    pids = dict(re.findall(STARTED, run.output())[:3])
+    os.kill(int(pids[str(rank)]), signal.SIGKILL)
 
 
 def end(run: Launch) -> str:
@@ -246,7 +248,7 @@ def end(run: Launch) -> str:
     assert eventually(lambda: run.process.poll() is not None, 120), run.output()
     code, text = run.end()
     text = text.partition("launch_cluster: its last lines")[0]
-    assert code == 2 and text.count("error: ") == 1 and "| process " not in text[text.index("error: "):], text
+    assert code == 2 and text.count("error: ") == 1 and not re.search(STARTED, text[text.index("error: "):]), text
     return text
 
 
@@ -263,7 +265,7 @@ def test_an_elastic_run(elastic, seed):
     [flipped] = re.findall(r"flipped (\S+) ", text)
     assert re.search(rf"error: after step \d+ rank {bad} on \S+ differs from most replicas in ", text), text
     assert f"{flipped} (exp_avg)" in text and text.count("replicas compare ") == 3, text
-    assert text.count("going on after step") == 2 and text.count("| process ") == 4, text
+    assert text.count("going on after step") == 2 and len(re.findall(STARTED, text)) == 4, text
 
 
 @pytest.mark.slow
