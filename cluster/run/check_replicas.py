@@ -50,7 +50,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     if data.numel() % 8 or data.storage_offset() % 8:
         data = F.pad(data, (0, -data.numel() % 8))
     words, total = data.view(torch.int64), torch.zeros((), dtype=torch.int64, device=data.device)
-    factors = torch.arange(1, 2 * min(WORDS, len(words)), 2, device=data.device)
+    factors = 2 * torch.arange(min(WORDS, len(words)), device=data.device) + 1
     for first in range(0, len(words), WORDS):
         part = words[first : first + WORDS]
         total += (part * factors[: len(part)]).sum() + 2 * first * part.sum()
@@ -73,8 +73,8 @@ def rounding(args, plugin) -> tuple[int, str]:
 class Replicas:
     """All ranks make one together in each generation. `every`: None where nothing is compared.
 
-    Raises UserError where there is nothing to compare, or ranks round otherwise. An elastic run, whose ranks change,
-    says so and goes on; in the second case it compares nothing until it starts from a checkpoint again.
+    Raises UserError where nothing can be. An elastic run, whose ranks change, says so and goes on; once ranks have
+    rounded otherwise, it compares nothing until it starts from a checkpoint again.
     """
 
     def __init__(self, session):
@@ -95,23 +95,21 @@ class Replicas:
 
     def begin(self, kinds: tuple[tuple[int, str], ...]) -> None:
         """Says what is compared, or why nothing is. `kinds`: what rounding() returns on each rank."""
-        holders = collections.Counter(key for keys in self.keys for key in keys)
-        shared, problem = sum(count > 1 for count in holders.values()), None
-        others = [rank for rank, kind in enumerate(kinds) if kind[0] != kinds[0][0]]
-        if not shared:
-            problem = "no tensor is on two ranks, as with one pipeline"
-        elif others:
-            problem = (f"the optimizer rounds otherwise on rank {others[0]} ({kinds[others[0]][1]}) than on rank 0 "
+        holders, args = collections.Counter(key for keys in self.keys for key in keys), self.session.args
+        shared, every = sum(count > 1 for count in holders.values()), args.check_replicas
+        other = next((rank for rank, kind in enumerate(kinds) if kind[0] != kinds[0][0]), None)
+        if shared and other is None:
+            return say(f"replicas compare {shared} of {len(holders)} weights, with their {', '.join(self.entries)}, "
+                       f"every {every} {'rounds' if args.local_steps else 'steps'} and before anything is saved")
+        problem = "no tensor is on two ranks, as with one pipeline"
+        if shared:
+            problem = (f"the optimizer rounds otherwise on rank {other} ({kinds[other][1]}) than on rank 0 "
                        f"({kinds[0][1]}), so healthy replicas differ in their last bits")
-        if problem and not is_elastic():
-            raise UserError(f"--check_replicas {self.every} compares the bits of replicas, but {problem}: leave it out")
-        if problem:
-            self.every = None
-            if shared:
-                self.session.args.check_replicas = None  # the next generation reads it in what this one holds
-        say(f"replicas are not compared: {problem}" if problem else
-            f"replicas compare {shared} of {len(holders)} weights, with their {', '.join(self.entries)}, every "
-            f"{self.every} {'rounds' if self.session.args.local_steps else 'steps'} and before anything is saved")
+            args.check_replicas = None  # the next generation reads it in what this one holds
+        if not is_elastic():
+            raise UserError(f"--check_replicas {every} compares the bits of replicas, but {problem}: leave it out")
+        say(f"replicas are not compared: {problem}")
+        self.every = None
 
     def after_step(self, step: int, is_due: bool) -> None:
         """`is_due`: something is saved next, or others are taken in. Raises ReplicasDiffer. Collective."""
@@ -140,15 +138,14 @@ class Replicas:
                 found[what][rank] = value
         if unlike := {what: sums for what, sums in found.items() if len({*sums.values()}) > 1}:
             self.session.checkpointer.wait()
-            raise ReplicasDiffer(from_home(lambda: f"after step {step} {who_differs(unlike)}. The training stops, and "
-                                                   f"saves nothing. {self.what_next()}"))
+            raise ReplicasDiffer(f"after step {step} {who_differs(unlike)}. The training stops, and saves nothing. "
+                                 f"Test the memory of that machine. {from_home(self.last_good)}")
 
-    def what_next(self) -> str:
+    def last_good(self) -> str:
         start, written = self.session.start, self.session.checkpointer.written
         path = os.path.join(start.folder, name_of_step(written)) if written else (
             start.origin.found and not start.origin.is_in_memory and os.path.abspath(start.origin.found.path))
-        return "Test the memory of that machine. " + (
-            f"The last good checkpoint: --resume {shlex.quote(path)}" if path else "No checkpoint was saved yet")
+        return f"The last good checkpoint: --resume {shlex.quote(path)}" if path else "No checkpoint was saved yet"
 
 
 def who_differs(unlike: dict[tuple, dict[int, int]]) -> str:
