@@ -21,6 +21,7 @@ from data.batches import add_data_flags
 from models.causal import OVERRIDES, make_model
 from models.lora import add_lora_flags
 from ranks.errors import one_error_of_all
+from run.check_replicas import add_check_flag
 from run.flags import add_flags, add_run_flags
 from run.generation import end_of_elastic_run
 from run.layout import add_layout_flags
@@ -48,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_checkpoint_flags(parser)
     add_local_flags(parser)
     add_replan_flag(parser)
+    add_check_flag(parser)
     add_layout_flags(parser)  # the last: it decides the defaults of what a plan decides
     parser.set_defaults(run_name="train_distributed", log_dir=os.path.join(ROOT, "logs", "runs"))
     return parser

@@ -37,6 +37,7 @@ from ranks.collectives import default_store
 from ranks.lost import LOST, NEWCOMER, VARIABLE, MembershipChanged, is_elastic, is_lost_peer, is_of_this_machine
 from ranks.placement import forget_ranks
 from ranks.stopping import Signals, let_signals_kill
+from run.check_replicas import ReplicasDiffer
 from run.live_state import LiveState
 from timeline import timeline
 from utils import UserError
@@ -118,6 +119,8 @@ class Generation:
         """The next generation where another process has brought the error, as one with a full disk that has just come;
         on that one, which nobody needs, an exit code. Raises the error itself where that would not help.
         """
+        if isinstance(error, ReplicasDiffer):
+            raise error
         if self.members and self.members.contacts.found_running and not self.has_state:
             print(f"error: {error}", flush=True)
             return exits.OF_THIS_MACHINE

@@ -37,7 +37,8 @@ from run.flags import fraction
 from run.samples import SamplesPlugin
 from utils import UserError, positive_float, positive_int
 
-COUNTED = ("max_steps", "max_steps_per_epoch", "save_every", "eval_every", "sample_every")  # flags, in optimizer steps
+COUNTED = ("max_steps", "max_steps_per_epoch", "save_every", "eval_every", "sample_every",
+           "check_replicas")  # flags, in optimizer steps
 OUTER = {"outer_learning_rate": 1.0, "outer_momentum": 0.0}  # flags and their defaults
 
 

@@ -56,6 +56,7 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
             grad_norm = plugin.clip_grad_norm(model, args.max_grad_norm)
         learning_rate = scheduler.get_last_lr()[0]
         session.note_commit(batch + 1, loss, grad_norm, learning_rate)
+        session.replicas.before_update(batch + 1, loss, grad_norm)
         with timeline.span("optimizer"):
             optimizer.step()
         scheduler.step()

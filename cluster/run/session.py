@@ -27,6 +27,7 @@ from ranks.collectives import say, wait_for_all
 from ranks.lost import NEWCOMER, PATIENCE, MembershipChanged, is_elastic
 from ranks.placement import from_home
 from ranks.stopping import StopAgreement
+from run.check_replicas import Replicas
 from run.evaluation import Sampler
 from run.live_state import Commit, who_has_what
 from run.start import Start
@@ -84,6 +85,7 @@ class Session:
         """From now on there is something to lose. What is saved nowhere yet is saved. Collective."""
         origin = self.start.origin
         self.checkpointer.written = origin.written
+        self.replicas = Replicas(self)
         self.stop_agreement.begin()
         # Whoever is lost next, the run goes on from here. Nobody knows what memory a copy leaves for the first step.
         if origin.step > origin.written and (not origin.is_in_memory or self.is_due(origin.step, False)):
@@ -112,7 +114,9 @@ class Session:
 
     def after_step(self, step: int, stops: bool, is_last: bool) -> str | None:
         """Saves when it is time, and returns a sample of text when it is time for one. Collective."""
-        if self.is_due(step, stops or is_last):
+        is_due = self.is_due(step, stops or is_last)
+        self.replicas.after_step(step, is_due or self.stop_agreement.has_newcomers)
+        if is_due:
             self.trained.plugin.before_saving(self.trained.model, self.trained.optimizer)
             self.checkpointer.save(step, waits=stops or is_last)
         self.checkpointer.report()
