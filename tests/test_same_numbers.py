@@ -53,7 +53,7 @@ def record(monkeypatch, folder, rank: int = 0, world: int = 1, change=lambda mod
            before=lambda model: None):
     """One step as rank `rank`. change(model) makes a fault of the gradients; `cut`: rows of up.weight that it holds."""
     monkeypatch.setattr(same_numbers.recorder, "dist", types.SimpleNamespace(
-        is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda: rank, get_world_size=lambda: world,
+        is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda _: rank, get_world_size=lambda _: world,
         all_gather_object=lambda everyone, own: None))
     model = Net().to(dtype)
     before(model)

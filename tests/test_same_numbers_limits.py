@@ -34,7 +34,7 @@ def train(monkeypatch, folder, rank=0, world=1, dtype=torch.float64, prepare=not
           loss=1.0, norm=None, wrap=lambda model: model, steps=3, kind=torch.optim.AdamW, adam=None):
     """Three steps as `rank`; `prepare` changes a model before, `change` its gradients in a step."""
     monkeypatch.setattr(MODULE, "dist", types.SimpleNamespace(
-        is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda: rank, get_world_size=lambda: world,
+        is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda _: rank, get_world_size=lambda _: world,
         all_gather_object=nothing))
     model = (made or Two)()
     for param in model.parameters():

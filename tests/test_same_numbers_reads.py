@@ -63,7 +63,7 @@ def record(folder, batches, model=None, before=lambda step: None, inputs=lambda 
     """A step of each list of micro-batches, of token ids."""
     if monkeypatch:
         monkeypatch.setattr(same_numbers.recorder, "dist", types.SimpleNamespace(
-            is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda: rank, get_world_size=lambda: world))
+            is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda _: rank, get_world_size=lambda _: world))
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Embedding(48, 8), nn.Linear(8, 4)).double()
     recorder = same_numbers.Recorder(model, torch.optim.SGD(model.parameters(), 0.1), folder, steps=len(batches))

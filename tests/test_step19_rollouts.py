@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from lab.launch import fork, metrics
+from lab.launch import STEPS, fork, launch, metrics
 from lab.program import Program
 from lab.ranks import run, threads
 from lab.watch.numbers import WholeNumbers
@@ -41,11 +41,14 @@ def one(models):
     return one
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("generators", [(0,), (1,), (2,), (2, "--generator_tp_size", 2)], ids=str)
-@pytest.mark.parametrize("variant, trainers", [
-    ("plain", ["--dp_size", 2]), ("tied", ["--pp_size", 2]), ("vocab1022", ["--tp_size", 2]), ("plain", ALL),
-    ("tied", ["--tp_size", 4, "--pp_size", 3])], ids=str)
+TRAINERS = (("plain", ["--dp_size", 2]), ("tied", ["--pp_size", 2]), ("vocab1022", ["--tp_size", 2]), ("plain", ALL),
+            ("tied", ["--tp_size", 4, "--pp_size", 3]))
+GENERATORS = (0,), (1,), (2,), (2, "--generator_tp_size", 2)
+
+
+@pytest.mark.parametrize("variant, trainers, generators, lag", [
+    pytest.param(*each, generators, lag, marks=() if (g - t) % 4 == 2 - lag and (t < 4 or lag) else pytest.mark.slow)
+    for t, each in enumerate(TRAINERS) for g, generators in enumerate(GENERATORS) for lag in (0, 1)], ids=str)
 def test_any_layout_is_one_process(one, models, variant, trainers, generators, lag):
     expected = one(variant, lag)
     _, found = play(models, variant, *trainers, "--generators", *generators, "--lag", lag)
@@ -57,7 +60,7 @@ def test_any_layout_is_one_process(one, models, variant, trainers, generators, l
         assert (final[name] - weight).abs().max() <= TOLERANCE, name
 
 
-@pytest.mark.parametrize("generators", [(1,), (2,), (2, "--generator_tp_size", 2)], ids=str)
+@pytest.mark.parametrize("generators", [(1,), pytest.param((2,), marks=pytest.mark.slow), GENERATORS[-1]], ids=str)
 def test_generators_compute_the_trainers_log_probabilities(models, generators):
     """Without lag they have the same weights, and with it older ones from the second step on."""
     for lag in (0, 1):
@@ -157,3 +160,21 @@ def test_processes(tmp_path):
     sent, links, parts = re.search(r"weights for generators: (\S+) a step in \d+ messages over (\d+) links: (.*)",
                                    done.stdout).groups()
     assert sent.endswith("MB") and links == "2" and parts.count("->") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost, lag", [(0, 0), (1, 1), (2, 0)])
+def test_a_lost_rank_ends_all(tmp_path, lost, lag):
+    """Two trainers and a generator under torchrun: whichever dies is named, none waits, and the others say nothing."""
+    (script := tmp_path / "lost.py").write_text(f"""import os, signal, sys
+sys.path.insert(0, {str(STEPS["19"])!r})
+import rollouts, train
+if os.environ["RANK"] == "{lost}":
+    rollouts.transfer_weights = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+with train.one_clear_error():
+    train.main()
+""")
+    flags = ["--dp_size", 2, "--generators", 1, "--lag", lag, "--num_hidden_layers", 2, "--log_dir", tmp_path]
+    done = launch(19, 3, *flags, script=script, check=False, timeout=100)
+    assert done.returncode == 1 and "[rank" not in done.stderr, done.stderr  # as their tracebacks begin
+    assert re.search(rf"rank +: {lost} .*\n +exitcode +: -9", done.stderr), done.stderr

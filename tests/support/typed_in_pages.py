@@ -54,6 +54,10 @@ LlamaForCausalLM(LlamaConfig(vocab_size=1024, hidden_size=32, intermediate_size=
                              num_attention_heads=4, num_key_value_heads=4, eos_token_id=0)).save_pretrained(folder)'""",
 }
 SHORTER = {  # program -> flags that cut a run short, and what tells that it is short enough already
+    r"--run_name lag\$lag": ("--max_tokens 4096", r"--max_tokens 4096"),
+    r"--lag \$lag \\\n": ("--gradient_accumulation_steps 2 --max_tokens 3072", r"accumulation"),
+    r"--dtype \$dtype": ("--gradient_accumulation_steps 2 --max_tokens 1024", r"accumulation"),
+    r"--generators 1 --max_tokens 40960$": ("--max_tokens 10240", r"--max_tokens 10240"),
     r"tools/with_torch\.py": ("--steps 2 --seq_len 16", r"--steps"),
     r"step\d\w*/train\.py": ("--max_tokens 20480", r"--max_tokens (\d{1,4}|[1-3]\d{4})\b|--steps|dry_run"),
     r"/run_(causal_lm|gpt2|llama|qwen|bert|vit)\.py": ("--steps 3", r"--steps"),
