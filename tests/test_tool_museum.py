@@ -10,6 +10,7 @@ from lab.launch import ROOT
 from lab.program import Edit, Program
 from museum import checks, guess
 from museum.checks import CHECKS, TOPOLOGIES, Finding
+from museum.faults import LISTS
 
 PAGE = (ROOT / "docs" / "DEBUGGING.md").read_text(encoding="utf-8")
 FIRST = {step: next(each for each in TOPOLOGIES if each[0] == step) for step in ("4", "5", "8", "14")}  # by default
@@ -17,6 +18,7 @@ OWN = {(name, next(iter(fault.seen))) for name, fault in FAULTS.items() if fault
 
 
 def test_each_record_is_small_and_published():
+    assert len(FAULTS) == sum(len(each.FAULTS) for each in LISTS)  # each has a name of its own
     assert sum(bool(fault.reported) for fault in FAULTS.values()) >= 100 and break_it.CHECKS == (*CHECKS,)
     assert {check for fault in FAULTS.values() for check in fault.seen} == CHECKS.keys()
     for name, fault in FAULTS.items():

@@ -23,7 +23,7 @@ FAULTS = (
             "trainers.shape\n    first = {name: each.clone() for name, each in stage.state_dict().items()}\n"),
            (FILE, "        answers = {i: gen", "        stage.load_state_dict(first)\n        answers = {i: gen")),
           {"numbers": "step 2: samples: .* others are"}),
-    Fault("early", f"19 --generators 1 {SIZES}",
+    Fault("unaligned", f"19 --generators 1 {SIZES}",
           "The trainers' log-probabilities begin a token early: p and q are those of unlike tokens.",
           ("PrimeIntellect-ai/prime-rl#1525", "modelscope/ms-swift#8196"),
           ((FILE, f'out[:, {TAKE}, batch["target_ids"][:, {TAKE}',
