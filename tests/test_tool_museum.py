@@ -17,8 +17,7 @@ OWN = {(name, next(iter(fault.seen))) for name, fault in FAULTS.items() if fault
 
 
 def test_each_record_is_small_and_published():
-    assert len(FAULTS) == sum(len(each.FAULTS) for each in LISTS), "two have one name"
-    assert sum(bool(fault.reported) for fault in FAULTS.values()) >= 105 and break_it.CHECKS == (*CHECKS,)
+    assert len(FAULTS) == sum(len(each.FAULTS) for each in LISTS) >= 100 and break_it.CHECKS == (*CHECKS,)
     assert {check for fault in FAULTS.values() for check in fault.seen} == CHECKS.keys()
     for name, fault in FAULTS.items():
         assert fault.reported, name
