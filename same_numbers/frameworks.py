@@ -20,7 +20,7 @@ def gather(own: dict, world: int, group=None) -> list[dict]:
     """`own` of all ranks of the group, by the same collectives on each. torch's own function needs numpy, which one may lack."""
     if world == 1 or not dist.is_initialized():
         return [own] * world
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     text = torch.tensor(list(pickle.dumps(own)), dtype=torch.uint8, device=device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
     dist.all_gather(sizes, torch.tensor([len(text)], device=device), group)

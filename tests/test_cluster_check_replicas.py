@@ -126,6 +126,7 @@ def test_a_checksum_changes_with_each_bit(monkeypatch, bits):
         if not bits:
             words = [*bytes(data.numpy()), *[0] * (-len(data) % 8)]
             words = [int.from_bytes(bytes(words[i : i + 8]), "little") for i in range(0, len(words), 8)]
+            words = [word ^ word >> 32 for word in words]
             assert before.item() % 2**64 == sum((2 * i + 1) * word for i, word in enumerate(words)) % 2**64
         for _ in range(30):
             at, bit = chance.randrange(len(data)), 1 << chance.randrange(8)
@@ -134,6 +135,8 @@ def test_a_checksum_changes_with_each_bit(monkeypatch, bits):
             data[at] ^= bit
         assert check_replicas.checksum(values) == before
     assert check_replicas.checksum(torch.tensor(3.0)) != check_replicas.checksum(torch.tensor(4.0))
+    signs = torch.arange(1, 65.0)  # the highest bit of each word: a bit of memory that is stuck
+    assert check_replicas.checksum(signs * torch.tensor([1.0, -1.0]).repeat(32)) != check_replicas.checksum(signs)
 
 
 @pytest.mark.parametrize("sums, said", [
@@ -158,6 +161,23 @@ def test_a_loss_that_is_not_finite(folder, run_code):
                     then="train_distributed.py", check=False)
     assert done.returncode == 2 and "error: after step 3 rank 2 on " in done.stderr, done.stderr
     assert done.stderr.rstrip().endswith("Test the memory of that machine. No checkpoint was saved yet"), done.stderr
+
+
+def test_unlike_weights_at_the_start(folder, run_code):
+    code = """
+import os
+from run.session import Session
+init = Session.__init__
+def nudge(session, args, start, generation, made, trained, *others):
+    if os.environ["RANK"] == "1":
+        next(iter(trained.model.module.model.parameters())).data.view(-1)[0] += 1e-3
+    init(session, args, start, generation, made, trained, *others)
+Session.__init__ = nudge
+"""
+    done = run_code("cluster", 3, code, *flags(folder, "unlike", 2, 4), *LAYOUTS["three"][2], then="train_distributed.py",
+                    check=False)
+    assert done.returncode == 2 and "error: before step 1, rank 1 on " in done.stderr, done.stderr
+    assert "by --init_from" in done.stderr and "memory" not in done.stderr, done.stderr
 
 
 def test_local_steps(folder, run_code):

@@ -5,12 +5,13 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import types
 
 import pytest
-from lab.launch import modules_of
+from lab.launch import ROOT, modules_of
 
 with modules_of(9):
     from membership import failure_detector
@@ -169,6 +170,34 @@ def test_an_agent_learns_what_is_not_to_be_tried_again(monkeypatch, error, code)
     with pytest.raises(type(error)), end_of_elastic_run():
         raise error
     assert codes == ([] if code is None else [code])
+
+
+def test_torchruns_agents_learn_it_too(tmp_path, command):
+    """Of two hosts with a process each: neither agent starts its process anew."""
+    script = tmp_path / "mistaken.py"
+    script.write_text(f"""import sys
+sys.path[0] = {str(ROOT / "cluster")!r}
+from ranks import course
+import os
+import torch.distributed as dist
+from ranks.errors import one_error_of_all
+from run.generation import end_of_elastic_run
+from utils import UserError
+
+with one_error_of_all(""), end_of_elastic_run():
+    os.write(1, b"a start\\n")
+    dist.init_process_group("gloo")
+    raise UserError("a mistake")
+""")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", 1, "--max-restarts", 3,
+             "--rdzv-backend", "c10d", "--rdzv-conf", "last_call_timeout=15", "--rdzv-id", "mistaken", "--rdzv-endpoint",
+             address, "--local-addr", "127.0.0.1", script]
+    agents = [command([*map(str, words)]) for _ in range(2)]
+    assert within(90, lambda: all(agent.process.poll() is not None for agent in agents))
+    texts = [agent.output() for agent in agents]
+    assert all(text.count("a start") == 1 for text in texts) and "".join(texts).count("error: a mistake") == 1, texts
 
 
 def test_the_agreement_hears_of_newcomers(world_of_one, monkeypatch):

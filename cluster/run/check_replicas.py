@@ -45,7 +45,8 @@ def add_check_flag(parser) -> None:
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of (2 i + 1) * word i over the tensor's 64-bit words, modulo 2^64: an int64 without dimensions.
 
-    The factors are odd, so that any change of a single word changes the sum."""
+    The factors are odd, so that any change of a single word changes the sum. Of a word, the upper half is first added
+    to the lower one without carry: else two changes of the highest bits would cancel."""
     data = tensor.detach().contiguous().flatten().view(torch.uint8)
     if data.numel() % 8 or data.storage_offset() % 8:
         data = F.pad(data, (0, -data.numel() % 8))
@@ -53,6 +54,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     factors = 2 * torch.arange(min(WORDS, len(words)), device=data.device) + 1
     for first in range(0, len(words), WORDS):
         part = words[first : first + WORDS]
+        part = part ^ (part >> 32 & 0xFFFFFFFF)
         total += (part * factors[: len(part)]).sum() + 2 * first * part.sum()
     return total
 
@@ -90,7 +92,7 @@ class Replicas:
             kinds, self.keys, were_there = zip(*gather((rounding(args, session.trained.plugin), [*self.tensors],
                                                         session.generation.has_state or not origin.is_in_memory)))
             self.begin(kinds)
-        if self.every and origin.step:
+        if self.every:
             self.compare(origin.step, [keys if there else [] for keys, there in zip(self.keys, were_there)])
 
     def begin(self, kinds: tuple[tuple[int, str], ...]) -> None:
@@ -138,6 +140,9 @@ class Replicas:
                 found[what][rank] = value
         if unlike := {what: sums for what, sums in found.items() if len({*sums.values()}) > 1}:
             self.session.checkpointer.wait()
+            if not step:
+                raise ReplicasDiffer(f"before step 1, {who_differs(unlike)}: weights were drawn on processors that "
+                                     "round otherwise, or read from unlike files. Give all the same by --init_from")
             raise ReplicasDiffer(f"after step {step} {who_differs(unlike)}. The training stops, and saves nothing. "
                                  f"Test the memory of that machine. {from_home(self.last_good)}")
 

@@ -10,9 +10,11 @@ groups are aborted as its documentation says; that was never run.
 """
 
 import argparse
+import atexit
 import contextlib
 import copy
 import datetime
+import functools
 import gc
 import json
 import logging
@@ -192,7 +194,8 @@ def end_of_elastic_run():
                 os._exit(exits.OF_THIS_MACHINE)
         elif isinstance(error, UserError) or not LOST.search(str(error)):
             if "TORCHELASTIC_ERROR_FILE" in os.environ:  # a child of torchrun
-                threading.Timer(1.0, os.kill, [os.getppid(), signal.SIGTERM]).start()  # after the message
+                tell = functools.partial(os.kill, os.getppid(), signal.SIGTERM)  # after rank 0's message
+                atexit.register(tell) if os.environ.get("RANK") == "0" else threading.Timer(1.0, tell).start()
             elif VARIABLE in os.environ and not isinstance(error, UserError):
                 traceback.print_exc()
                 os._exit(exits.USER_ERROR)
