@@ -87,7 +87,7 @@ def draw(seed: int):
     return layout, every, chance.randrange(LAYOUTS[layout][0]), chance.randint(3, 7), entry, bit, chance.random(), 2
 
 
-@pytest.mark.parametrize("seed", [seed if seed < 3 else pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS])
+@pytest.mark.parametrize("seed", SEEDS[:3])
 def test_a_flipped_bit_is_named(folder, run_code, seed):
     """Within N steps, and before anything is saved. From the last good checkpoint the run goes on as if undisturbed."""
     layout, every, rank, at, entry, bit, place, saved = draw(seed)
@@ -111,6 +111,13 @@ def test_a_flipped_bit_is_named(folder, run_code, seed):
     if seed < 2:
         run_code("cluster", ranks, "", *flags(folder, f"plain{seed}", 3, 14), *more, then="train_distributed.py")
         assert losses(folder / "runs", f"flip{seed}") == losses(folder / "runs", f"plain{seed}")
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(5)
+@pytest.mark.parametrize("seed", SEEDS[3:])
+def test_further_flipped_bits(folder, run_code, seed):
+    test_a_flipped_bit_is_named(folder, run_code, seed)
 
 
 @pytest.mark.parametrize("bits", [0, 6, 20])
@@ -209,9 +216,14 @@ def test_nothing_to_compare(folder, run_code, env, ranks, code, said):
     assert (done.stdout + done.stderr).count(said) == 1 and "replicas compare" not in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("seed", [seed if seed < 1 else pytest.param(seed, marks=pytest.mark.slow)
-                                  for seed in range(17)])
-def test_healthy_runs_go_on(folder, run_code, seed):
+@pytest.mark.slow
+@pytest.mark.drawn(5)
+@pytest.mark.parametrize("seed", range(1, 17))
+def test_further_healthy_runs(folder, run_code, seed):
+    test_healthy_runs_go_on(folder, run_code, seed)
+
+
+def test_healthy_runs_go_on(folder, run_code, seed=0):
     """In two parts, on unlike layouts, with the flag that the losses do not depend on."""
     chance = random.Random(f"healthy {seed}")
     for end in (chance.randint(2, 5), chance.randint(6, 9)):

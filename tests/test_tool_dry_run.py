@@ -220,6 +220,7 @@ def engines(step: int) -> list[str]:
 QUICK = {(3, ""), (5, ""), (9, "1f1b"), (9, "afab"), (10, "zb"), (16, "interleaved"), (17, "1f1b")}
 
 
+@pytest.mark.drawn(15)
 @pytest.mark.parametrize("step, engine", [
     pytest.param(step, engine, marks=[pytest.mark.slow] * ((step, engine) not in QUICK))
     for step in range(3, 19) for engine in engines(step)])
