@@ -26,11 +26,12 @@ from planning.profiler import LayerProfiler
 from planning.report import as_plan, report
 from planning.schedules import SCHEDULES
 from planning.search import find_plans
+from ranks.collectives import once
 from ranks.errors import one_error_of_all
 from ranks.files import replace
 from ranks.join import meet, require_one_dtype
 from ranks.memory import USABLE_MEMORY
-from ranks.placement import from_home, is_home
+from ranks.placement import home_rank, is_home
 from utils import TINY_LLAMA, ArgumentParser, UserError, number, positive_int
 
 LAYERS_AND_HEADS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -102,7 +103,7 @@ def measure(args) -> None:
     args.seed = 0  # does not matter here
     device, dtype = meet(args)
     require_one_dtype(dtype)
-    from_home(lambda: [check_writable("--measure", args.measure), check_writable("--out", args.out)])
+    once(home_rank(), lambda: [check_writable("--measure", args.measure), check_writable("--out", args.out)])
     made = make_model(args, dtype)
     wanted = tuple(args.micro_batch_size or MICRO_BATCH_SIZES)
     profiler = LayerProfiler(made.model, args.seq_len, dtype, device, made.lora, made.criterion)

@@ -29,11 +29,11 @@ from metrics import peak_memory_gb
 from model import Llama, check_config, cross_entropy
 from models.causal import make_llama
 from planning.module_memory import saved_bytes
-from ranks.collectives import gather, say
+from ranks.collectives import gather, once, say
 from ranks.errors import one_error_of_all
 from ranks.join import meet, print_banner, print_table
 from ranks.memory import free_memory
-from ranks.placement import once_per_machine
+from ranks.placement import machine_rank
 from run.flags import add_flags
 from run_common import check_positions
 from utils import (
@@ -120,7 +120,7 @@ def main():
     args = parse_args()
     device, dtype = meet(args)
     print_banner(device, dtype)
-    config = once_per_machine(lambda: load_config(args.model_name, num_attention_heads=None))
+    config = once(machine_rank(), lambda: load_config(args.model_name, num_attention_heads=None))
     check_config(config)
     check_positions(config, args.seq_len)
     args.learning_rate = args.learning_rate or default_learning_rate(config.hidden_size)

@@ -1,18 +1,21 @@
 """--backend gloo: machines with and without a GPU train together. No GPU is here: see support/half_gpu.py."""
 
-import types
+import argparse
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from lab.launch import ROOT, losses, modules_of, start_fork
 from support.checkpoint_runs import SIZES, flags_of, write_corpus, write_model
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 with modules_of(9):
+    from model import Llama
     from run import layout
     from run.compression import CompressedAllReduce
-    from utils import UserError
+    from utils import UserError, load_config
 
 SCRIPT = ROOT / "tests" / "support" / "half_gpu.py"
 SHARES = ["--pipelines", "2,2;4", "--num_microbatches", "4,2"]
@@ -75,22 +78,27 @@ def test_a_gpu_that_measured_no_step_lets_the_others_print(run_code):
     assert lines[0].startswith("milliseconds") and [line.split()[0] for line in lines[1:]] == ["rank", "1"]
 
 
-def test_tensor_parallel_ranks_are_alike(monkeypatch):
+@pytest.fixture
+def rank_0_of_four():
+    """Messages of torch's backend "fake" go nowhere, so that one process forms the groups of four ranks."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def test_tensor_parallel_ranks_are_alike(monkeypatch, rank_0_of_four):
     """A CPU's small sums take another way than a GPU's: two such ranks would wait for each other."""
-    plugin = types.SimpleNamespace(device=torch.device("cpu"), set_pipelines=lambda *_: None, deal=lambda *_: None)
-    grid = types.SimpleNamespace(ranks=[torch.tensor([[0, 1]]), torch.tensor([[2, 3]])])
-    monkeypatch.setattr(layout, "SamplesPlugin", lambda *_: plugin)
-    monkeypatch.setattr(layout, "say", print)
-    monkeypatch.setattr(layout, "compress", lambda *_: None)
-    monkeypatch.setattr(layout.pgm, "process_group_manager", grid)
-    two = layout.Layout([], [1, 1], 1, types.SimpleNamespace(
-        schedule="1f1b", recompute=False, wire_dtype=None, gradient_wire_dtype=None), tp_size=2)
-    args = types.SimpleNamespace(dtype="float32", device="auto")
-    monkeypatch.setattr(layout, "gather", lambda kind: ["cuda", "cuda", "cpu", "cpu"])
-    assert two.form(args, None) is plugin
-    monkeypatch.setattr(layout, "gather", lambda kind: ["cuda", "cpu", "cpu", "cuda"])
+    def form(*kinds: str):
+        monkeypatch.setattr(layout, "gather", lambda kind: [*kinds])
+        return two.form(argparse.Namespace(dtype="float32", device="cpu"), whole.config)
+
+    with torch.device("meta"):
+        whole = Llama(load_config(str(ROOT / "assets" / "tiny_llama"), num_attention_heads=None))
+    templates = [layout.PipelineTemplate.from_layers_per_stage(whole, [whole.config.num_hidden_layers])] * 2
+    two = layout.Layout(templates, [1, 1], 1, layout.Setting(), tp_size=2)
+    assert form("cuda", "cuda", "cpu", "cpu").dp_size == 2
     with pytest.raises(UserError, match="unlike devices, by rank: cuda, cpu, cpu, cuda: order the hosts"):
-        two.form(args, None)
+        form("cuda", "cpu", "cpu", "cuda")
 
 
 class FromDevice(TorchDispatchMode):
@@ -107,7 +115,7 @@ def test_compressed_gradients_of_a_gpu_pass_through_host_memory(monkeypatch, dty
     """gloo sums a GPU's tensors, but it exchanges only those in host memory."""
     def exchange(to, outgoing, **options):
         sent.append({each.device.type for each in (outgoing, *(to if isinstance(to, list) else [to]))})
-        return types.SimpleNamespace(wait=lambda: None)
+        return mock.Mock()
 
     sent, buffer = [], torch.zeros(700, device="meta")
     monkeypatch.setattr(dist, "get_backend", lambda group=None: "gloo")

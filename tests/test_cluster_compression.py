@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import types
 
 import pytest
 import torch
@@ -139,9 +138,9 @@ dist.destroy_process_group()
 
 
 def test_int8_and_the_sums_of_a_routers_loss(wire):
-    two_stages = types.SimpleNamespace(num_stages=2)
-    plugin = types.SimpleNamespace(pipelines=[two_stages], master_dtype=torch.float32)
-    config = types.SimpleNamespace(output_router_logits=True)
+    from transformers import MixtralConfig
+
+    plugin, config = wire.HeterogeneousParallelPlugin(), MixtralConfig(output_router_logits=True)
     wire.compress(plugin, config, "bfloat16")
     with pytest.raises(ValueError, match="int8 is too coarse for the sums of a router's loss"):
         wire.compress(plugin, config, "int8")

@@ -38,12 +38,14 @@ def folder(tmp_path_factory):
     return folder
 
 
-def start(folder, name: str, topology: str, *more, rounds: int = ROUNDS, check: bool = True, out=None):
-    """With `out` each rank also leaves its parameters there."""
+def words_of(folder, name: str, rounds: int = ROUNDS, **changes) -> list:
+    return flags_of(folder, name, folder / "model", max_steps=rounds * STEPS, save_every=2 * STEPS, lr_decay="none",
+                    learning_rate=RATE, warmup_steps=WARMUP * STEPS, local_steps=STEPS, **changes) + OUTER
+
+
+def start(folder, name: str, topology: str, *more, rounds: int = ROUNDS):
     ranks, flags, _ = TOPOLOGIES[topology]
-    words = flags_of(folder, name, folder / "model", max_steps=rounds * STEPS, save_every=2 * STEPS, lr_decay="none",
-                     learning_rate=RATE, warmup_steps=WARMUP * STEPS, local_steps=STEPS)
-    return start_fork(9, ranks, *words, *flags, *OUTER, *more, script=SCRIPT, check=check)
+    return start_fork(9, ranks, *words_of(folder, name, rounds), *flags, *more, script=SCRIPT)
 
 
 class Replica:
@@ -107,17 +109,19 @@ def written_out(folder, sizes: list[int], *steps: list[int], lost: dict[int, int
     return {their_name(name): mean for name, mean in zip(names, agreed)}, losses
 
 
-def saved_weights(path) -> dict[str, torch.Tensor]:
-    return {name: value for file in path.glob("model-*.safetensors") for name, value in load_file(file).items()}
+def require_written_out(folder, name: str, sizes: list[int], *steps: list[int], **options) -> None:
+    """Losses and saved weights of a run are those of written_out()."""
+    weights, losses = written_out(folder, sizes, *steps, **options)
+    assert [row["loss"] for row in metrics(folder / "runs", name)] == pytest.approx(losses, abs=1e-11)
+    found = {name: value for file in newest(folder, name).glob("model-*.safetensors")
+             for name, value in load_file(file).items()}
+    assert max((found[each] - weights[each]).abs().max() for each in found) <= 1e-11
 
 
 @pytest.mark.parametrize("name", ["machines", "pipelines", "tensor-parallel"])
 def test_the_paper_written_out(world_of_one, folder, name):
     start(folder, name, name).result()
-    weights, losses = written_out(folder, TOPOLOGIES[name][2])
-    assert [row["loss"] for row in metrics(folder / "runs", name)] == pytest.approx(losses, abs=1e-11)
-    found = saved_weights(newest(folder, name))
-    assert max((found[each] - weights[each]).abs().max() for each in found) <= 1e-11
+    require_written_out(folder, name, TOPOLOGIES[name][2])
 
 
 def test_a_run_that_goes_on_over_other_machines(world_of_one, folder):
@@ -125,8 +129,7 @@ def test_a_run_that_goes_on_over_other_machines(world_of_one, folder):
     start(folder, "moved", "pipelines", rounds=2).result()
     said = start(folder, "moved", "tensor-parallel", "--resume", "auto").result().stdout
     assert "going on after step 2" in said
-    _, losses = written_out(folder, TOPOLOGIES["pipelines"][2])
-    assert [row["loss"] for row in metrics(folder / "runs", "moved")] == pytest.approx(losses, abs=1e-11)
+    require_written_out(folder, "moved", TOPOLOGIES["pipelines"][2])
 
 
 def test_an_outer_step_of_one_averages_weights(folder, run_code):
@@ -165,15 +168,11 @@ def test_rounds_by_speed_with_everything_around_them(folder):
 def test_local_steps_move_to_faster_machines(world_of_one, folder, run_code):
     """They are dealt for machines of which the second is slow; then all are equally fast."""
     measured = "\nfrom run import speeds\nspeeds.MEASURED.append([1.0, 3.0, 1.5][int(os.environ['RANK'])])"
-    words = flags_of(folder, "moved steps", folder / "model", max_steps=6 * STEPS, save_every=2 * STEPS, lr_decay="none",
-                     learning_rate=RATE, warmup_steps=WARMUP * STEPS, local_steps=STEPS, gradient_accumulation=1)
-    printed = run_code("cluster", 3, MADE_UP + measured, *words[1:], *OUTER, then=SCRIPT.name,
+    words = words_of(folder, "moved steps", 6, gradient_accumulation=1)
+    printed = run_code("cluster", 3, MADE_UP + measured, *words[1:], then=SCRIPT.name,
                        env={"SPEEDS": "[[0, [1, 1, 1]]]"}).stdout
     assert "local steps of a round: 3, 1, 2\n" in printed and "after step 4 work moves to faster machines" in printed
-    weights, losses = written_out(folder, [1, 1, 1], *[[3, 1, 2]] * 4, *[[2, 2, 2]] * 2)
-    assert [row["loss"] for row in metrics(folder / "runs", "moved steps")] == pytest.approx(losses, abs=1e-11)
-    found = saved_weights(newest(folder, "moved steps"))
-    assert max((found[each] - weights[each]).abs().max() for each in found) <= 1e-11
+    require_written_out(folder, "moved steps", [1, 1, 1], *[[3, 1, 2]] * 4, *[[2, 2, 2]] * 2)
 
 
 LOSE_A_REPLICA = """
@@ -207,14 +206,10 @@ local_steps.LocalPlugin.execute_pipeline = with_a_loss
 
 def test_a_lost_replica_costs_its_part_of_a_round(world_of_one, folder, run_code):
     """The exchange of the third round fails; then the first two ranks have what they made of it, and the third not."""
-    words = flags_of(folder, "lost", folder / "model", max_steps=4 * STEPS, save_every=2 * STEPS, lr_decay="none",
-                     learning_rate=RATE, warmup_steps=WARMUP * STEPS, local_steps=STEPS, gradient_accumulation=1)
-    printed = run_code("cluster", 3, LOSE_A_REPLICA, *words[1:], "--replan", "off", *OUTER, then=SCRIPT.name).stdout
+    words = words_of(folder, "lost", gradient_accumulation=1, replan="off")
+    printed = run_code("cluster", 3, LOSE_A_REPLICA, *words[1:], then=SCRIPT.name).stdout
     assert "local steps of a round: 3, 1, 2\n" in printed
-    weights, losses = written_out(folder, [1, 1, 1], *[[3, 1, 2]] * 4, lost={2: 2})
-    assert [row["loss"] for row in metrics(folder / "runs", "lost")] == pytest.approx(losses, abs=1e-11)
-    found = saved_weights(newest(folder, "lost"))
-    assert max((found[each] - weights[each]).abs().max() for each in found) <= 1e-11
+    require_written_out(folder, "lost", [1, 1, 1], *[[3, 1, 2]] * 4, lost={2: 2})
 
 
 def test_flags_that_do_not_go_together(monkeypatch):

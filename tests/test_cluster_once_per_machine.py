@@ -10,7 +10,8 @@ def test_the_others_wait_longer_than_a_collective_may(run_code):
     run_code("cluster", 2, """
 import datetime, os, time
 import torch.distributed as dist
-from ranks.placement import once_per_machine
+from ranks.collectives import once
+from ranks.placement import machine_rank
 from utils import UserError
 
 dist.init_process_group("gloo")
@@ -27,13 +28,13 @@ def make():
 def fail():
     raise UserError("no such corpus")
 
-assert once_per_machine(make) == "tokens" and made == ["0"] * (dist.get_rank() == 0)
+assert once(machine_rank(), make) == "tokens" and made == ["0"] * (dist.get_rank() == 0)
 try:
-    once_per_machine(fail)
+    once(machine_rank(), fail)
     raise SystemExit("no error")
 except UserError as error:
     assert str(error) == "no such corpus"
-assert once_per_machine(lambda: dist.get_rank()) == 0, "a third call has its own result"
+assert once(machine_rank(), dist.get_rank) == 0 and once(1, dist.get_rank) == 1, "a third call has its own result"
 dist.destroy_process_group()
 """)
 
@@ -43,7 +44,8 @@ def test_where_another_machines_process_is_killed_all_who_wait_end(run_code):
     run_code("cluster", 2, """
 import os, signal, socket, time
 import torch.distributed as dist
-from ranks.placement import once_per_machine
+from ranks.collectives import once
+from ranks.placement import machine_rank
 
 rank = int(os.environ["RANK"])
 if child := os.fork():
@@ -57,7 +59,7 @@ def make():
         time.sleep(0.5)  # meanwhile the other machine has begun to wait
         os.kill(os.getpid(), signal.SIGKILL)
 
-once_per_machine(make)
+once(machine_rank(), make)
 """)
 
 

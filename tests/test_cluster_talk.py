@@ -1,5 +1,6 @@
 """cluster/generate.py over several ranks, each with a stage of the model: the texts of transformers in one process."""
 
+import argparse
 import contextlib
 import io
 import json
@@ -8,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
@@ -268,7 +268,7 @@ def test_a_chat_remembers_its_turns_as_far_as_there_is_room(monkeypatch, tmp_pat
 
 def test_a_prompt_out_of_a_file_with_a_byte_order_mark():
     """As $(cat FILE) gives it."""
-    args = types.SimpleNamespace(chat=False, prompt=["\ufeffWe", "\ufeff"], max_new_tokens=1)
+    args = argparse.Namespace(chat=False, prompt=["\ufeffWe", "\ufeff"], max_new_tokens=1)
     with pytest.raises(generate.UserError, match="the prompt '' has no token"):
         next(talk.talks(args, None, lambda text, **_: {"input_ids": [*map(ord, text)]}))
     args.prompt.pop()
@@ -346,12 +346,13 @@ def test_mistakes(folder, ranks, words, message):
     ("bfloat16", "cuda", torch.bfloat16, torch.bfloat16, "bfloat16")])
 def test_weights_on_a_gpu_without_bfloat16(monkeypatch, dtype, device, chosen, stored, expected):
     """Where step 9 chooses float32 on a GPU, weights that are stored in bfloat16 are in float32, too; others stay."""
+    from transformers import LlamaConfig
+
     class Made(Exception):
         pass
 
     def make(args, *_):
-        facts = types.SimpleNamespace(config=types.SimpleNamespace(dtype=stored))
-        raise Made(make_stage.dtype_here(args, facts))
+        raise Made(make_stage.dtype_here(args, make_stage.Facts("", "", LlamaConfig(dtype=stored), None, None)))
 
     monkeypatch.setattr(talk, "meet", lambda args: (torch.device(device), chosen))
     monkeypatch.setattr(talk, "drawing", lambda args: {})
@@ -359,4 +360,4 @@ def test_weights_on_a_gpu_without_bfloat16(monkeypatch, dtype, device, chosen, s
     monkeypatch.setattr(talk.dist, "new_group", lambda **_: None)
     monkeypatch.setattr(talk.dist, "get_world_size", lambda: 1)
     with pytest.raises(Made, match=f"^{expected}$"):
-        talk.generate_all(types.SimpleNamespace(dtype=dtype, seed=0))
+        talk.generate_all(argparse.Namespace(dtype=dtype, seed=0))

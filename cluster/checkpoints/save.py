@@ -35,7 +35,7 @@ from ranks.disks import Disks
 from ranks.files import sync_folder
 from ranks.lost import FOREVER
 from ranks.memory import USABLE_MEMORY, free_memory, memory_below_peak
-from ranks.placement import is_home, ranks_of_this_machine
+from ranks.placement import is_home, machines
 from utils import UserError
 
 WRITER = "checkpoint"  # the name of the thread that writes
@@ -74,7 +74,7 @@ class Checkpointer:
             self.tp_group, _ = dist.new_subgroups_by_enumeration(rows, FOREVER, backend="gloo")
         self.thread, self.host, self.written, self.messages = None, [], 0, []
         self.is_short = self.is_broken = False  # of memory for copies; whether a rank was lost while one was written
-        ranks_of_this_machine()  # which free_memory() asks; the first call is collective
+        machines()  # which free_memory() asks; the first call is collective
         if disks.leads:  # of a run that was killed
             for name in os.listdir(folder):
                 if name.endswith(".unfinished"):
@@ -227,7 +227,8 @@ def shards_of(stage, optimizer: torch.optim.Optimizer) -> list[Shard]:
     """What this rank holds. A tied head is left out where the embedding stands for it."""
     found, tied, name_of, trained = [], stage.tied, name_function(stage), trained_alone(stage)
     for name, param in stage.model.named_parameters():
-        if trained and name not in trained or tied and name == tied[1] and not stage.is_first:
+        is_left_out, is_copy = trained and name not in trained, tied and name == tied[1] and not stage.is_first
+        if is_left_out or is_copy:
             continue
         module, _, key = name.rpartition(".")
         module, name = stage.model.get_submodule(module), name_of(tied[0] if tied and name in tied else name)

@@ -27,10 +27,10 @@ from torch.utils.data import Dataset
 
 from data.rows import encode_rows, find_source, first_kind, texts
 from dataloader import TokenSamples, encode, files_at, load_tokenizer
-from ranks.collectives import gather
+from ranks.collectives import gather, once
 from ranks.disks import Disks
 from ranks.files import CHUNK, unmarked
-from ranks.placement import home_rank, once_per_machine
+from ranks.placement import home_rank, machine_rank
 from ranks.progress import progress
 from stage_weights import require_content
 from utils import ROOT, UserError
@@ -98,7 +98,7 @@ def digest_of(path: str) -> str:
 
 def common_digest(args, path: str) -> str:
     """The digest of each machine's encoded file. Collective. Raises UserError, on every rank, where they differ."""
-    digest = once_per_machine(lambda: digest_of(path))  # other machines wait as long as it takes
+    digest = once(machine_rank(), lambda: digest_of(path))  # other machines wait as long as it takes
     everyone = gather((digest, socket.gethostname()))
     if unlike := [f"{host} (rank {rank})" for rank, (other, host) in enumerate(everyone) if other != everyone[0][0]]:
         raise UserError(f"--dataset_name {args.dataset_name!r}, once encoded, is not the same on all machines: "
@@ -144,11 +144,11 @@ def encode_for_all(dataset_name: str, *more) -> str:
     every rank, for what encode_data() raises, and where a disk does not take the file.
     """
     rank, key = dist.get_rank(), (dataset_name, *more)
-    is_here, known = once_per_machine(lambda: (bool(find_source(dataset_name).files), SENT.get(key)))
+    is_here, known = once(machine_rank(), lambda: (bool(find_source(dataset_name).files), SENT.get(key)))
     lacks = gather(not is_here and not known)
     if all(lacks):  # a Hub id, or encode_data() says what is missing
-        return once_per_machine(lambda: encode_data(*key))
-    path = once_per_machine(lambda: lacks[rank] or (encode_data(*key) if is_here else known))
+        return once(machine_rank(), lambda: encode_data(*key))
+    path = once(machine_rank(), lambda: lacks[rank] or (encode_data(*key) if is_here else known))
     if any(lacks):
         source = min(range(len(lacks)), key=lambda each: (lacks[each], each != home_rank()))
         disks = Disks(CACHE, "the encoded data can't be written: {}: make room there", needs_room=False)

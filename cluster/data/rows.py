@@ -84,13 +84,9 @@ def read_rows(source: Source) -> Iterator[tuple[str, dict]]:
                     raise ValueError(f"row {number} is null or empty ({row!r:.60}): leave it out")
                 yield f"{file or source.name}, row {number}", {key: row[key] for key in row if row[key] is not None}
     except Exception as error:  # the library raises errors of many classes
-        raise unreadable(source, error.__cause__ or error) from error
-
-
-def unreadable(source: Source, error: Exception) -> UserError:
-    reason = " ".join(str(error).split())[:300]
-    return UserError(f"--dataset_name {source.name!r} can't be read: {reason}. It has to be rows of one kind, in UTF-8 "
-                     f"text, with the columns {COLUMNS}")
+        reason = " ".join(str(error.__cause__ or error).split())[:300]
+        raise UserError(f"--dataset_name {source.name!r} can't be read: {reason}. It has to be rows of one kind, in "
+                        f"UTF-8 text, with the columns {COLUMNS}") from error
 
 
 def understood(place: str, row: dict) -> tuple[str, dict]:
@@ -236,7 +232,8 @@ def encode_messages(place: str, messages, tokenizer, first: int = 0) -> np.ndarr
 
     whole, spans = render(len(messages)), []
     for i, message in enumerate(messages):
-        if i >= first and message["role"] == "assistant" and message["content"].strip():
+        is_answer = message["role"] == "assistant" and message["content"].strip()
+        if is_answer and i >= first:
             start = common_length(whole, render(i, ask=True)) if i else max(0, whole.find(message["content"].strip()))
             spans.append((start, end_of_answer(place, whole, start, render(i + 1), message["content"], tokenizer)))
     ids = ids_of(tokenizer, whole)
@@ -283,7 +280,8 @@ def common_length(a, b) -> int:
 
 def check_messages(place: str, messages, first: int = 0) -> list[dict]:
     """The messages without the fields that are None. Raises UserError, with the place, for what is no conversation."""
-    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+    is_list = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+    if not messages or not is_list:
         raise UserError(f"{place}: messages must be a list of one or more {{'role': ..., 'content': ...}}, got "
                         f"{str(messages)[:80]}")
     for message in messages:

@@ -20,8 +20,6 @@ from ranks.files import read_json, unmarked
 from stage_weights import look_into
 from utils import UserError
 
-NO_ADAPTER = "is no adapter for this model, or peft is missing"
-
 
 @contextlib.contextmanager
 def reading(path: str, what: str = "can't be loaded"):
@@ -66,7 +64,8 @@ def find_model(args, whole: str | None = None) -> tuple[str, str, str | None]:
     """
     base, adapter = whole or args.checkpoint, args.adapter
     is_hub_id = base and not os.path.isdir(base) and not os.path.isabs(base) and base.count("/") == 1
-    if base and not whole and not is_hub_id:
+    is_folder = base and not whole and not is_hub_id
+    if is_folder:
         base = find(base, "--checkpoint", "config.json", ADAPTER_CONFIG)
         if not os.path.isfile(os.path.join(base, "config.json")):
             base, adapter = None, adapter or base  # a run that trained an adapter
@@ -87,8 +86,9 @@ def find_checkpoint_of_run(args) -> tuple[Found | None, Disks | None]:
     """
     path = args.checkpoint and os.path.abspath(args.checkpoint)
     latest = path and os.path.join(path, os.path.basename(read_latest(path)))
-    if not any(gather(bool(path) and os.path.isfile(os.path.join(latest, STATE))
-                      and not os.path.isfile(os.path.join(latest, ADAPTER_CONFIG)))):
+    has = {name: bool(path) and os.path.isfile(os.path.join(latest, name)) for name in (STATE, ADAPTER_CONFIG)}
+    has_all_weights = has[STATE] and not has[ADAPTER_CONFIG]
+    if not any(gather(has_all_weights)):
         return None, None
     is_run = any(gather(bool(read_latest(path))))
     disks = Disks(path if is_run else os.path.dirname(path), "can't write {}: hosts put there what they lack")

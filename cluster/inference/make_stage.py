@@ -13,19 +13,19 @@ import torch.distributed as dist
 import process_group_manager as pgm
 from checkpoints.files import ADAPTER, ADAPTER_CONFIG
 from checkpoints.resume import Loader
-from inference.find import NO_ADAPTER, find_checkpoint_of_run, find_model, read_tokenizer, reading
+from inference.find import find_checkpoint_of_run, find_model, read_tokenizer, reading
 from models.causal import parts_of
 from models.published import published_weights
 from pipeline_parallel import connect_neighbours
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate, Unsupported
 from planning.shares import shares_by_speed
-from ranks.collectives import gather
+from ranks.collectives import gather, once
 from ranks.files import read_json
 from ranks.join import print_banner
 from ranks.lost import FOREVER
 from ranks.memory import free_memory
-from ranks.placement import from_home, home_rank, host_names, is_home, machines
+from ranks.placement import home_rank, host_names, is_home, machines
 from run_common import local_directory
 from stage_weights import look_into
 from utils import UserError
@@ -44,7 +44,7 @@ class Facts(NamedTuple):
 def make_stage(args, device: torch.device) -> tuple[PipelineStage, object]:
     """This rank's stage, and on home_rank() the tokenizer, else None. Collective. Raises UserError, on all ranks."""
     found, disks = find_checkpoint_of_run(args)
-    facts = from_home(lambda: read_facts(args, found and found.path))
+    facts = once(home_rank(), lambda: read_facts(args, found and found.path))
     if (beams := facts.generation_config and facts.generation_config.num_beams or 1) > 1:
         raise UserError(f"{facts.base}/generation_config.json asks for a beam search (num_beams {beams}), which works "
                         "in one process only: start generate.py without torchrun, or set it to 1")
@@ -162,7 +162,7 @@ def read_adapters(model: torch.nn.Module, folder: str, config: dict) -> dict[str
 
 def inject(model: torch.nn.Module, config: dict, folder: str, **changes) -> torch.nn.Module:
     """The model with empty adapters. Raises UserError where peft is missing, or the adapter is another model's."""
-    with reading(folder, NO_ADAPTER), warnings.catch_warnings():
+    with reading(folder, "is no adapter for this model, or peft is missing"), warnings.catch_warnings():
         from peft import PeftConfig, inject_adapter_in_model
 
         warnings.simplefilter("ignore")

@@ -4,6 +4,7 @@ home_rank() has the tokenizer. It reads prompts, or what a user types, tells all
 """
 
 import contextlib
+import math
 import os
 import socket
 import sys
@@ -18,9 +19,10 @@ from hosts.host_facts import ASKS
 from inference.make_stage import make_stage
 from inference.stages import DividedModel
 from inference.whole import WholeModel
+from ranks.collectives import once
 from ranks.join import meet
 from ranks.lost import FOREVER, is_lost_peer
-from ranks.placement import from_home, home_rank, is_home
+from ranks.placement import home_rank, is_home
 from ranks.sockets import connections, set_probes
 from utils import UserError
 
@@ -76,7 +78,8 @@ def generate(args, generator: DividedModel | WholeModel, tokenizer, asked: Itera
     generator.generate(prompts, args.max_new_tokens, show)
     if stream:
         stream.end()
-    if now and not args.chat and dist.get_world_size() > 1:
+    is_timed = now and not args.chat and dist.get_world_size() > 1
+    if is_timed:
         count, seconds = sum(map(len, new)), time.perf_counter() - start
         print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s", file=sys.stderr, flush=True)
     for talk, ids, more in zip(now, prompts, new):
@@ -131,13 +134,14 @@ def encode(args, tokenizer, talk: Talk) -> list[int]:
 def fit(args, config, tokenizer, talk: Talk) -> list[int]:
     """The ids of the last message or, with --chat, of the conversation, which loses its first turns where it is too
     long for the model. Raises UserError for a prompt that is."""
-    ids, limit = encode(args, tokenizer, talk), getattr(config, "max_position_embeddings", None)
-    while limit and len(ids) + args.max_new_tokens > limit and len(talk) > 1:
+    limit = getattr(config, "max_position_embeddings", None) or math.inf
+    ids, room = encode(args, tokenizer, talk), limit - args.max_new_tokens
+    while len(ids) > room and len(talk) > 1:
         del talk[:2]
         ids = encode(args, tokenizer, talk)
     if not ids:
         raise UserError(f"the prompt {talk[-1]['content']!r} has no token: write at least one word")
-    if limit and len(ids) + args.max_new_tokens > limit:
+    if len(ids) > room:
         raise UserError(f"the prompt has {len(ids)} tokens, and with --max_new_tokens {args.max_new_tokens} it is more "
                         f"than the {limit} positions of the model: shorten one of them")
     return ids
@@ -155,7 +159,7 @@ def ends(model, tokenizer) -> list[int] | None:
     Collective."""
     known = model.generation_config.eos_token_id
     known = known if isinstance(known, list) else [known]
-    return sorted({*known, from_home(lambda: tokenizer.eos_token_id)} - {None}) or None
+    return sorted({*known, once(home_rank(), lambda: tokenizer.eos_token_id)} - {None}) or None
 
 
 def require_input() -> None:

@@ -19,8 +19,8 @@ from models.names import their_name
 from models.published import published_weights
 from pipeline_parallel import Action
 from pipeline_template import PipelineTemplate, newer_than_tried
-from ranks.collectives import gather, say
-from ranks.placement import once_per_machine
+from ranks.collectives import gather, once, say
+from ranks.placement import machine_rank
 from run_common import check_positions, load_model, local_directory
 from tensor_parallel import cross_entropy, split_over_tp
 from utils import UserError, default_learning_rate, load_config, read_config
@@ -61,7 +61,7 @@ def make_model(args, dtype: torch.dtype, toy: dict | None = None) -> Model:
 
     Collective. Raises UserError.
     """
-    fields = once_per_machine(lambda: read_config(args.model_name)) if args.model_name else toy
+    fields = once(machine_rank(), lambda: read_config(args.model_name)) if args.model_name else toy
     if fields.get("model_type") == "llama" and is_ours(fields) and not args.lora_rank:
         return our_llama(args, dtype)
     return of_transformers(args, fields, dtype)
@@ -86,9 +86,10 @@ def find_published(args) -> Callable | None:
         if args.init_from:
             raise UserError("--init_from with --from_scratch: leave out one of them")
         return None
-    directory = once_per_machine(lambda: local_directory(name, flag))
+    directory = once(machine_rank(), lambda: local_directory(name, flag))
     is_bare = all(gather(os.path.isdir(name) and not any(map(WEIGHTS.search, os.listdir(name)))))
-    if is_bare and not args.init_from and not args.lora_rank:
+    may_be_drawn = not args.init_from and not args.lora_rank
+    if is_bare and may_be_drawn:
         say(f"{name} has no weights: they are drawn by --seed")
         return None
     with pgm.together():
@@ -115,7 +116,8 @@ def is_ours(fields: dict) -> bool:
 
 
 def our_llama(args, dtype: torch.dtype) -> Model:
-    config = once_per_machine(lambda: load_config(args.model_name, **{name: getattr(args, name) for name in OVERRIDES}))
+    sizes = {name: getattr(args, name) for name in OVERRIDES}
+    config = once(machine_rank(), lambda: load_config(args.model_name, **sizes))
     with torch.device("meta"):  # shapes only; memory comes with the weights
         model = Llama(config, dtype)
     if config.head_dim % 2:
@@ -138,8 +140,8 @@ def of_transformers(args, fields: dict, dtype: torch.dtype) -> Model:
                         f"of this type: use one that writes text{newer_than_tried('transformers')}")
     if args.num_attention_heads or args.num_key_value_heads:
         raise UserError("--num_attention_heads and --num_key_value_heads are for a Llama: leave them out")
-    directory = args.model_name and once_per_machine(
-        lambda: local_directory(args.model_name, "--model_name", "*.json"))
+    directory = args.model_name and once(
+        machine_rank(), lambda: local_directory(args.model_name, "--model_name", "*.json"))
     toy = {} if directory else {name: value for name, value in fields.items() if name != "model_type"}
     sizes = {"num_hidden_layers": args.num_hidden_layers} if args.num_hidden_layers else {}
     settings = argparse.Namespace(**{**vars(args), "model_name": directory})

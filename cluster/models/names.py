@@ -44,7 +44,8 @@ def as_files_have_it(model, name: str, kind: str) -> Callable[[torch.Tensor], di
 
     One of several that published files have as one keeps the name that it has in the model, which is read, too.
     """
-    if kind != "model" or not hasattr(model, "base_model_prefix") or ".lora_" in name:
+    is_of_transformers, is_weight = hasattr(model, "base_model_prefix"), kind == "model" and ".lora_" not in name
+    if not (is_of_transformers and is_weight):
         return lambda full: {name: full}
     with names_of("transformers"):
         from transformers.conversion_mapping import get_model_conversion_mapping

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from planning.machines import model_facts
-from ranks.collectives import from_rank, gather, say
+from ranks.collectives import gather, once, say
 from ranks.memory import free_memory
 from ranks.placement import host_names, machines
 from ranks.progress import progress
@@ -43,7 +43,7 @@ def measure_with(profiler, model_name: str, sizes: tuple[int, ...] = MICRO_BATCH
     say(f"measuring {n} rank{'s' * (n > 1)}: each module with micro-batches of {', '.join(map(str, sizes))} samples, "
         f"about {seconds - for_links:.0f} s{links}")
     start, free = time.perf_counter(), gather(free_memory(profiler.device))
-    profiler.facts = from_rank(free.index(max(free)), lambda: profiler.measure_memory(max(free), memory_seconds))
+    profiler.facts = once(free.index(max(free)), lambda: profiler.measure_memory(max(free), memory_seconds))
     left = max(seconds - for_links - (time.perf_counter() - start), (seconds - for_links) / 2)
     machine = {"device": str(profiler.device), **profiler.measure(sorted(sizes), left)}
     everyone, links = map(list, zip(*gather((machine, measure_links(profiler.device, for_links)))))

@@ -7,7 +7,7 @@ from planning.report import as_plan
 from planning.schedules import SCHEDULES
 from planning.search import find_plans
 from planning.shares import shares_by_speed
-from ranks.collectives import from_rank, gather
+from ranks.collectives import gather, once
 from ranks.files import read_json
 from ranks.lost import is_elastic
 from ranks.placement import host_names, is_home, machines, positions_of
@@ -43,7 +43,7 @@ def plan_of_file(path: str, cluster_json: str) -> dict:
         return plan
 
     lacks = gather((not os.path.isfile(path), not is_home()))
-    return from_rank(lacks.index(min(lacks)), read)
+    return once(lacks.index(min(lacks)), read)
 
 
 def checked_plan(plan: dict) -> dict:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
+from ranks.collectives import gather
 from ranks.files import CHUNK, File
 from ranks.lost import FOREVER, is_lost_peer
 from ranks.placement import home_rank
@@ -63,10 +64,8 @@ class Disks:
         self.leads = self.mine.leader == self.rank
 
     def gather(self, value) -> list:
-        """Every rank's value, on every rank. Collective."""
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, value, group=self.group)
-        return everyone
+        """As collectives.gather, in the group of the disks. Collective."""
+        return gather(value, self.group)
 
     @contextlib.contextmanager
     def together(self, message: str = "{}"):

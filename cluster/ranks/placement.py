@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import process_group_manager as pgm
 from hosts.host_facts import HOME, interface_towards
-from ranks.collectives import default_store, from_rank, gather, wait_for_all
+from ranks.collectives import default_store, gather, wait_for_all
 from ranks.lost import FOREVER, is_elastic
 
 
@@ -54,33 +54,17 @@ def machines() -> list[tuple[str, str]]:
     return [host for host, _ in hardware_of_ranks()]
 
 
-def ranks_of_this_machine() -> int:
-    """Not every launcher says how many these are, so the ranks tell each other where they are. As machines()."""
-    return machines().count(this_host())
+def machine_rank() -> int:
+    """The first rank of this machine. As machines()."""
+    return machines().index(this_host())
 
 
 def ranks_sharing(device: torch.device) -> int:
-    """How many ranks compute on this GPU, or run on this machine. As machines()."""
+    """How many ranks compute on this GPU, or run on this machine: not every launcher says so. As machines()."""
     if device.type == "cpu":
-        return ranks_of_this_machine()
+        return machines().count(this_host())
     gpus = [gpu for _, gpu in hardware_of_ranks()]
     return gpus.count(gpus[dist.get_rank()])
-
-
-def once_per_machine(make):
-    """Calls make() in one process of each machine and returns its result in all of them. All ranks call it together.
-
-    Use it for work that is slow, or that two processes must not do at once. A UserError is raised on every rank.
-    The others wait over gloo, because NCCL aborts a collective that takes minutes. Where the process that works is
-    killed, on any machine, gloo's connections to it end, and so do all who wait.
-    """
-    first, outcome = machines().index(this_host()), None
-    waiting = dist.new_group(backend="gloo", timeout=FOREVER)
-    with pgm.together(waiting):
-        if dist.get_rank() == first:
-            outcome = make()
-    dist.destroy_process_group(waiting)
-    return gather(outcome)[first]
 
 
 @functools.cache
@@ -98,11 +82,6 @@ def home_rank() -> int:
 def is_home() -> bool:
     """Whether this rank is home_rank()."""
     return dist.get_rank() == home_rank()
-
-
-def from_home(make):
-    """As from_rank: what make() returns on home_rank()."""
-    return from_rank(home_rank(), make)
 
 
 def forget_ranks() -> None:

@@ -21,9 +21,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from checkpoints.files import name_of_step
-from ranks.collectives import gather, say
+from ranks.collectives import gather, once, say
 from ranks.lost import is_elastic
-from ranks.placement import from_home, host_names, machines
+from ranks.placement import home_rank, host_names, machines
 from run.flags import make_adamw
 from run.live_state import key_of, weights_of
 from utils import UserError, positive_int
@@ -144,7 +144,7 @@ class Replicas:
                 raise ReplicasDiffer(f"before step 1, {who_differs(unlike)}: weights were drawn on processors that "
                                      "round otherwise, or read from unlike files. Give all the same by --init_from")
             raise ReplicasDiffer(f"after step {step} {who_differs(unlike)}. The training stops, and saves nothing. "
-                                 f"Test the memory of that machine. {from_home(self.last_good)}")
+                                 f"Test the memory of that machine. {once(home_rank(), self.last_good)}")
 
     def last_good(self) -> str:
         start, written = self.session.start, self.session.checkpointer.written

@@ -20,7 +20,8 @@ from data.batches import select
 from dataloader import deal_microbatches, load_tokenizer
 from model import cast_weights_once
 from models.causal import forward
-from ranks.placement import from_home
+from ranks.collectives import once
+from ranks.placement import home_rank
 from utils import UserError
 
 
@@ -88,7 +89,7 @@ class Sampler:
             return self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
 
         self.plugin, self.model, self.tokenizer = plugin, model, None
-        self.ids = from_home(encode)
+        self.ids = once(home_rank(), encode)
         self.num_tokens = min(num_tokens, seq_len - len(self.ids))
         if not self.ids or self.num_tokens < 1:
             raise UserError(f"--prompt {prompt!r} has {len(self.ids)} tokens: it needs at least one, and fewer than "
@@ -101,7 +102,7 @@ class Sampler:
         for _ in range(self.num_tokens):
             ids = torch.cat([ids, self.next_token(ids)], dim=1)
         self.model.train()
-        return from_home(lambda: self.tokenizer.decode(ids[0].tolist(), skip_special_tokens=True))
+        return once(home_rank(), lambda: self.tokenizer.decode(ids[0].tolist(), skip_special_tokens=True))
 
     @torch.no_grad()
     def next_token(self, ids: torch.Tensor) -> torch.Tensor:

@@ -22,9 +22,9 @@ from planning.profiler import LayerProfiler
 from planning.report import as_plan, describe
 from planning.search import Plans, find_plans
 from planning.simulate import peak_memory
-from ranks.collectives import gather, say
+from ranks.collectives import gather, once, say
 from ranks.memory import USABLE_MEMORY, free_memory, return_freed_memory
-from ranks.placement import from_home, host_names, machines
+from ranks.placement import home_rank, host_names, machines
 from utils import UserError
 
 MEASURE_SECONDS = 12.0  # of measuring
@@ -56,7 +56,7 @@ def find_plan(args, made, device: torch.device, dtype: torch.dtype) -> dict | No
     say(f"the whole model may not fit into every machine's free memory (GB: {listed}): measuring")
     data = measure(args, made, device, dtype)
     say(describe_machines(data, ()))
-    return from_home(lambda: choose(args, data))
+    return once(home_rank(), lambda: choose(args, data))
 
 
 def rough_bytes(args, made, dtype: torch.dtype) -> float:

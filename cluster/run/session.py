@@ -23,9 +23,9 @@ from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
 from hosts import exits
 from models.causal import function_of
 from models.published import read_tokenizer_files
-from ranks.collectives import say, wait_for_all
+from ranks.collectives import once, say, wait_for_all
 from ranks.lost import NEWCOMER, PATIENCE, MembershipChanged, is_elastic
-from ranks.placement import from_home
+from ranks.placement import home_rank
 from ranks.stopping import StopAgreement
 from run.check_replicas import Replicas
 from run.evaluation import Sampler
@@ -62,7 +62,7 @@ class Session:
         self.step, self.commit = start.origin.step, start.origin.commit
         self.tp_rank, stage = pgm.process_group_manager.tp_rank, trained.model.module
         self.stop_agreement = StopAgreement(generation.members and generation.members.newcomers, generation.signals)
-        small = {**made.files, **from_home(lambda: read_tokenizer_files(tokenizer))}
+        small = {**made.files, **once(home_rank(), lambda: read_tokenizer_files(tokenizer))}
         self.checkpointer = Checkpointer(start.folder, start.disks, trained.model, trained.optimizer, trained.scheduler,
                                          self.describe, small, args.keep)
         self.sampler = args.sample_every and Sampler(trained.plugin, trained.model, tokenizer, args.prompt,

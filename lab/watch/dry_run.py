@@ -71,11 +71,10 @@ class DryRun(Phases):
 
     def axis_of(self, group) -> str:
         for name, value in vars(self.grid).items():
+            several = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
             if name.endswith("_group") and value is group:
                 return name.split("_")[1 if name.startswith("cp_dp") else 0]
-            if group is not None and isinstance(value, tuple) and any(each is group for each in value):
-                return "dp"
-            if isinstance(value, dict) and any(each is group for each in value.values()):
+            if group is not None and any(each is group for each in several):
                 return "dp"
         return "all"
 

@@ -226,7 +226,9 @@ class TypedRank(TypedGradients):
             if observed[axis] not in TYPES_OF:
                 self.refuse(f"{cls.__name__} on axis {axis}: {words} are no pair")
             needed, types[axis] = TYPES_OF[observed[axis]]
-            if one is not needed and (one, needed) != (V, P) and (has_gradient or {one, needed} != {R, I}):
+            is_summand = (one, needed) == (V, P)
+            is_alike_in_forward = not has_gradient and {one, needed} == {R, I}
+            if one is not needed and not is_summand and not is_alike_in_forward:
                 self.refuse(f"{cls.__name__} on axis {axis}: {words} take {needed.name} and give {types[axis].name}, "
                             f"but the input is {one.name}")
         with self.noted():

@@ -189,7 +189,8 @@ PRESETS = {
 def read_shape(name: str, args) -> Shape:
     """The sizes of a model, with what the flags say instead. Raises UserError where it has not those of a Llama."""
     heads, kv_heads = args.num_attention_heads, args.num_key_value_heads
-    if name in PRESETS and not os.path.isdir(name) and heads is None and kv_heads is None:
+    is_preset, has_its_heads = name in PRESETS and not os.path.isdir(name), heads is None and kv_heads is None
+    if is_preset and has_its_heads:
         return PRESETS[name]._replace(layers=args.num_hidden_layers or PRESETS[name].layers)
     config = load_config(name, num_hidden_layers=args.num_hidden_layers, num_attention_heads=heads,
                          num_key_value_heads=kv_heads)

@@ -108,7 +108,8 @@ def refusal(job: Job, split: Split) -> str | None:
         return f"dp {dp} does not divide the global batch into whole micro-batches"
     if cp > 1 and job.seq_len % (2 * cp * tp):
         return f"2 x cp {cp} x tp {tp} does not divide the tokens of a sample"
-    if job.muon and (cp > 1 or zero > 2 or job.experts or job.shard_size):
+    divides_matrices = cp > 1 or zero > 2 or job.experts or job.shard_size
+    if job.muon and divides_matrices:
         return "Muon with cp, ZeRO 3, experts or groups of shards"
     if dp * cp % shards(job, split)[0] or zero and job.shard_size == 1:
         return f"groups of {job.shard_size} do not divide dp {dp} x cp {cp} replicas"
@@ -168,7 +169,8 @@ def sent(job: Job, split: Split, rank: int, m: int) -> dict[str, float]:
     exchanged += (of_expert - 1) / of_expert * (times + gathered) * experts + sent_to_copies(job, split, rank)
     norms = sp * 4 * (2 * count + last + count * job.experts) * shape.hidden  # and routers
     weights = count * tokens * job.experts_per_token * number
-    tied = 4 * shape.vocab * shape.hidden / tp if shape.tied and pp > 1 and (first or last) else 0.0
+    has_a_copy = shape.tied and pp > 1 and (first or last)
+    tied = 4 * shape.vocab * shape.hidden / tp if has_a_copy else 0.0
     tied /= size if zero else 1  # of a divided gradient, a rank has its shard
     keys = 2 * count * tokens * shape.kv_heads * shape.head_dim / tp  # numbers of all layers' keys and values
     return {"dp": exchanged,
