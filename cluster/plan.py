@@ -18,7 +18,7 @@ import signal
 
 import torch.distributed as dist
 
-from models.causal import make_model
+from models.causal import OVERRIDES, make_model
 from models.lora import add_lora_flags, check_lora_flags
 from planning.machines import Cluster, Setting, load_cluster
 from planning.measure import MICRO_BATCH_SIZES, describe_machines, measure_with
@@ -34,7 +34,6 @@ from ranks.memory import USABLE_MEMORY
 from ranks.placement import home_rank, is_home
 from utils import TINY_LLAMA, ArgumentParser, UserError, number, positive_int
 
-LAYERS_AND_HEADS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 LORA = ("lora_rank", "lora_alpha", "lora_targets", "base_bits")
 MEASURED = {"model_name": TINY_LLAMA, "seq_len": 128, "dtype": "auto"}  # with --measure: a cluster.json has its own
 
@@ -48,7 +47,7 @@ share_of_memory = number(float, lambda value: 0 < value <= 1, "more than 0 and a
 
 def add_model_flags(parser, what_names: str = "a directory with a config.json, or a Hub id") -> None:
     parser.add_argument("--model_name", default=None, help=what_names)
-    for name in LAYERS_AND_HEADS:
+    for name in OVERRIDES:
         parser.add_argument(f"--{name}", type=positive_int, default=None, help="instead of the model's own")
     parser.add_argument("--seq_len", type=positive_int, default=None, help="tokens in a sample (default: 128)")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float64"], default=None)
@@ -109,7 +108,7 @@ def measure(args) -> None:
     profiler = LayerProfiler(made.model, args.seq_len, dtype, device, made.lora, made.criterion)
     cluster = measure_with(profiler, args.model_name, wanted, args.measure_seconds, args.measure_seconds / 8)
     if is_home():
-        names = (*LAYERS_AND_HEADS, "device", *(LORA if args.lora_rank else ()))
+        names = (*OVERRIDES, "device", *(LORA if args.lora_rank else ()))
         flags = {name: getattr(args, name) for name in names}
         cluster["flags"] = {name: value for name, value in flags.items() if value not in (None, "auto")}
         write("--measure", args.measure, cluster)
@@ -123,7 +122,7 @@ def measure(args) -> None:
 def plan(args) -> None:
     cluster = load_cluster(args.cluster_json)
     measured = {**cluster.model, "model_name": cluster.model_name, "seq_len": cluster.seq_len, "dtype": cluster.dtype}
-    for flag in ("model_name", "seq_len", "dtype", *LAYERS_AND_HEADS):
+    for flag in ("model_name", "seq_len", "dtype", *OVERRIDES):
         if getattr(args, flag) not in (None, "auto", measured[flag]):
             raise UserError(f"--{flag} {getattr(args, flag)}, but {args.cluster_json} was measured with "
                             f"{measured[flag]}: leave the flag out, or measure again with it")

@@ -4,6 +4,24 @@ import json
 
 from lab.launch import ROOT
 
+PAIRS = [json.dumps({"prompt": f"{i} ", "completion": f"number {i}"}) + "\n" for i in range(40)]
+RANK_2_IS_ANOTHER_HOST = """
+import argparse, os, pathlib, socket
+import torch.distributed as dist
+import process_group_manager as pgm
+from data import encoded
+from utils import UserError
+
+folder, tokenizer, rank = pathlib.Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
+is_another = rank == 2
+if is_another:  # where the run was started
+    os.environ["LAUNCH_CLUSTER_HOME"] = "1"
+pgm.init_process_group("gloo")
+if is_another:
+    socket.gethostname = lambda: "another"
+encoded.CACHE = str(folder / ("cache of rank 2" if is_another else "cache"))
+"""
+
 
 def test_the_others_wait_longer_than_a_collective_may(run_code):
     """Encoding a large corpus takes minutes, and NCCL ends a collective after ten of them: here it is one second."""
@@ -65,29 +83,16 @@ once(machine_rank(), make)
 
 def test_machines_without_the_data_are_sent_them(run_code, tmp_path):
     """Ranks 0 and 1 share a disk. Rank 2, where the run was started, has another: it alone has the data, a tokenizer."""
-    pairs = [json.dumps({"prompt": f"{i} ", "completion": f"number {i}"}) + "\n" for i in range(40)]
     (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "data.jsonl").write_text("".join(pairs))
-    run_code("cluster", 3, """
-import argparse, os, pathlib, socket
-import torch.distributed as dist
-import process_group_manager as pgm
-from data import encoded
-from utils import UserError
-
-folder, tokenizer, rank = pathlib.Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
-has_data = rank == 2
-if has_data:
-    os.environ["LAUNCH_CLUSTER_HOME"] = "1"
+    (tmp_path / "home" / "data.jsonl").write_text("".join(PAIRS))
+    run_code("cluster", 3, RANK_2_IS_ANOTHER_HOST + """
+if is_another:
     os.chdir(folder / "home")
-pgm.init_process_group("gloo")
-if has_data:
-    socket.gethostname = lambda: "another"
-encoded.CACHE = str(folder / ("cache of rank 2" if has_data else "cache"))
 args = argparse.Namespace(dataset_name="data.jsonl", seq_len=16)
 
 def load():
-    return [row.tolist() for row in encoded.load_samples(args, tokenizer if has_data else "none", 1024, packing="auto")]
+    name = tokenizer if is_another else "none"
+    return [row.tolist() for row in encoded.load_samples(args, name, 1024, packing="auto")]
 
 everyone = [None] * 3
 dist.all_gather_object(everyone, load())
@@ -111,24 +116,12 @@ dist.destroy_process_group()
 
 def test_machines_with_unlike_data_are_told(run_code, tmp_path):
     """Rank 2 is on another host, whose data lack a row."""
-    pairs = [json.dumps({"prompt": f"{i} ", "completion": f"number {i}"}) + "\n" for i in range(40)]
-    (tmp_path / "data.jsonl").write_text("".join(pairs))
-    (tmp_path / "one less.jsonl").write_text("".join(pairs[:-1]))
-    run_code("cluster", 3, """
-import argparse, os, pathlib, socket
-import torch.distributed as dist
-import process_group_manager as pgm
-from data import encoded
-from utils import UserError
-
-folder, tokenizer, rank = pathlib.Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
-pgm.init_process_group("gloo")
-if rank == 2:
-    socket.gethostname = lambda: "another"
-encoded.CACHE = str(folder / ("cache of rank 2" if rank == 2 else "cache"))
+    (tmp_path / "data.jsonl").write_text("".join(PAIRS))
+    (tmp_path / "one less.jsonl").write_text("".join(PAIRS[:-1]))
+    run_code("cluster", 3, RANK_2_IS_ANOTHER_HOST + """
 args = argparse.Namespace(dataset_name=str(folder / "data.jsonl"), seq_len=16)
 assert len(encoded.load_samples(args, tokenizer, 1024, packing="auto")) == 40
-args.dataset_name = args.dataset_name if rank < 2 else str(folder / "one less.jsonl")
+args.dataset_name = str(folder / "one less.jsonl") if is_another else args.dataset_name
 try:
     sys.exit(encoded.load_samples(args, tokenizer, 1024, packing="auto"))
 except UserError as error:

@@ -14,8 +14,9 @@ import torch
 from checkpoints.files import STATE, check_file, read_latest, read_state, step_of
 from models.names import name_function, peft_name, trained_alone
 from models.published import load_stage
+from ranks.collectives import say
 from ranks.disks import Disks
-from ranks.placement import is_home
+from ranks.placement import home_rank
 from stage_weights import get_slice
 from tensor_parallel import split_parameter
 from utils import UserError
@@ -56,8 +57,7 @@ def find_checkpoint(wanted: str, folder: str, disks: Disks, run_id: str | None =
             return found
         if name:
             raise UserError(f"no whole checkpoint: {found}. Name another one, or use --resume auto")
-        if is_home():
-            print(f"the checkpoint {each} is not whole: {found}. Falling back to the one before", flush=True)
+        say(f"the checkpoint {each} is not whole: {found}. Falling back to the one before", home_rank())
     return None
 
 
@@ -121,8 +121,8 @@ def look_at(folder: str, name: str, disks: Disks, run_id: str | None, of_disks: 
         holders = {file: [rank for rank, own in states.items() if own["files"] == state["files"]
                           and problems[rank][file] is None] for file in state["files"]}
         if not (lacking := [file for file, having in holders.items() if not having]):
-            if wrong and is_home():
-                print(f"warning: {next(iter(wrong.values()))}; another disk has it", flush=True)
+            if wrong:
+                say(f"warning: {next(iter(wrong.values()))}; another disk has it", home_rank())
             return Found(name, folder, state, holders)
     return wrong.get(lacking[0], f"{os.path.join(path, lacking[0])} is on no disk of these hosts")
 
@@ -146,7 +146,7 @@ class Loader:
         own = {name_of(name) for name in (*stage.model.state_dict(), *(stage.tied or ()))}
         files = {state["parameters"][name] for name in own & state["parameters"].keys()}
         files |= {file for entry, file in state["optimizer_map"].items() if entry.rpartition(".")[0] in own}
-        everyone = self.disks.gather((self.disks.mine.leader, files))
+        everyone = self.disks.gather((self.disks.mine[0], files))
         needs = {(file, leader) for leader, needed in everyone for file in needed if leader not in holders[file]}
         copies = [(file, holders[file][0], leader) for file, leader in sorted(needs)]
         self.disks.copy(self.found.path, copies, "a file of the checkpoint could not be copied to a host that lacks "

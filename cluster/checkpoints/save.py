@@ -200,12 +200,14 @@ class Checkpointer:
         disks, merged, copies, final = self.disks, merge([*parts.values()]), [], folder.removesuffix(".unfinished")
         has_adapters = ADAPTER_CONFIG in self.small  # they are small, and at home they are written as one file as well
         state.update(merged)
+        # A second copy of each file, on another disk
         for rank, part in parts.items():
-            number, own = next((i, disk) for i, disk in enumerate(disks.all) if rank in disk.ranks)
+            number, own = next((i, disk) for i, disk in enumerate(disks.all) if rank in disk)
             others = disks.all[number + 1 :] + disks.all[:number]
             to = sorted(others, key=lambda disk: disk != disks.home)[:1]  # a second copy, at home if it is elsewhere
-            copies += [(name, own.leader, disk.leader) for name in part["files"] for disk in to]
+            copies += [(name, own[0], disk[0]) for name in part["files"] for disk in to]
         disks.copy(folder, copies)
+        # What each disk has besides; then the checkpoint has its name
         with disks.together():
             if disks.leads:
                 merged["files"] |= write_small(folder, self.small, merged)

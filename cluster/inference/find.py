@@ -93,7 +93,7 @@ def find_checkpoint_of_run(args) -> tuple[Found | None, Disks | None]:
     is_run = any(gather(bool(read_latest(path))))
     disks = Disks(path if is_run else os.path.dirname(path), "can't write {}: hosts put there what they lack")
     found = find_checkpoint(path, disks.folder, disks)
-    small, home = [name for name in found.state["files"] if not name.endswith(".safetensors")], disks.home.leader
+    small, home = [name for name in found.state["files"] if not name.endswith(".safetensors")], disks.home[0]
     disks.copy(found.path, [(name, found.holders[name][0], home) for name in small if home not in found.holders[name]])
     state = {**found.state, "optimizer_map": {}}  # which nobody needs here
     return found._replace(state=state), disks

@@ -43,6 +43,7 @@ class Facts(NamedTuple):
 
 def make_stage(args, device: torch.device) -> tuple[PipelineStage, object]:
     """This rank's stage, and on home_rank() the tokenizer, else None. Collective. Raises UserError, on all ranks."""
+    # What the model is
     found, disks = find_checkpoint_of_run(args)
     facts = once(home_rank(), lambda: read_facts(args, found and found.path))
     if (beams := facts.generation_config and facts.generation_config.num_beams or 1) > 1:
@@ -51,6 +52,7 @@ def make_stage(args, device: torch.device) -> tuple[PipelineStage, object]:
     with pgm.together():
         tokenizer = read_tokenizer(facts.tokenizer) if is_home() else None
     model = make_model(facts, dtype_here(args, facts))
+    # Which rank holds which layers
     print_banner(device, model.dtype)
     free = gather(free_memory(device))
     try:
@@ -61,6 +63,7 @@ def make_stage(args, device: torch.device) -> tuple[PipelineStage, object]:
     connect_neighbours()
     weights = dict(model.named_parameters(remove_duplicate=False))
     require_memory([sum(param.nbytes for param in own.values()) for own in by_stage(template, weights)], free)
+    # This rank's, with their weights
     adapters = facts.adapter and share_adapters(model, template, *facts.adapter)
     stage = PipelineStage(model, template, pgm.process_group_manager.pp_rank)
     with pgm.together():

@@ -19,7 +19,7 @@ from hosts.host_facts import ASKS
 from inference.make_stage import make_stage
 from inference.stages import DividedModel
 from inference.whole import WholeModel
-from ranks.collectives import once
+from ranks.collectives import once, say
 from ranks.join import meet
 from ranks.lost import FOREVER, is_lost_peer
 from ranks.placement import home_rank, is_home
@@ -50,8 +50,7 @@ def generate_all(args) -> None:
     except RuntimeError as error:
         if not is_lost_peer(error):
             raise
-        if is_home():
-            print(flush=True)  # behind the row that was being written
+        say("", home_rank())  # behind the row that was being written
         raise UserError(f"rank {dist.get_rank()} has lost another one ({str(error).splitlines()[0]}): see why that one "
                         "has ended, and start anew") from None
     dist.destroy_process_group()

@@ -32,9 +32,9 @@ def once(rank: int, make: Callable):
     return gather(outcome)[rank]
 
 
-def say(text: str) -> None:
-    """Rank 0 prints it."""
-    if dist.get_rank() == 0:
+def say(text: str, rank: int = 0) -> None:
+    """This rank prints it: 0 or, where it is about what the run leaves for people, home_rank()."""
+    if dist.get_rank() == rank:
         print(text, flush=True)
 
 

@@ -11,7 +11,6 @@ import os
 import traceback
 import uuid
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,19 +26,10 @@ from utils import UserError
 CANT_WRITE = "can't write {}: make room, or choose another --checkpoint_dir or --log_dir"
 
 
-class Disk(NamedTuple):
-    """`ranks` see one folder; the first of them does what is done once a disk."""
-
-    ranks: tuple[int, ...]
-
-    @property
-    def leader(self) -> int:
-        return self.ranks[0]
-
-
 class Disks:
-    """All disks of a run. `mine` is that of this rank, `home` that of home_rank(). All ranks make one together.
+    """All disks of a run, each as the ranks that see it, of which the first does what is done once a disk: it leads.
 
+    `mine` is the disk of this rank, `home` that of home_rank(). All ranks make one together.
     Nobody else communicates in its gloo group. Raises UserError, on every rank, where a rank can't write to the folder.
     `needs_room`: of this rank. One that is in the middle of a training goes on also while its disk is full. `group`:
     of other Disks, which these communicate in as well.
@@ -55,13 +45,13 @@ class Disks:
                 with open(f"{stem}{self.rank}", "w") as file:
                     file.write(str(self.rank) * needs_room)
             seen = tuple(rank for rank in range(dist.get_world_size()) if os.path.exists(f"{stem}{rank}"))
-            self.all = sorted({Disk(ranks) for ranks in self.gather(seen)})
+            self.all = sorted({*self.gather(seen)})
         finally:
             with contextlib.suppress(OSError):
                 os.remove(f"{stem}{self.rank}")
-        self.mine = next(disk for disk in self.all if self.rank in disk.ranks)
-        self.home = next(disk for disk in self.all if home_rank() in disk.ranks)
-        self.leads = self.mine.leader == self.rank
+        self.mine = next(disk for disk in self.all if self.rank in disk)
+        self.home = next(disk for disk in self.all if home_rank() in disk)
+        self.leads = self.mine[0] == self.rank
 
     def gather(self, value) -> list:
         """As collectives.gather, in the group of the disks. Collective."""

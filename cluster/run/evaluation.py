@@ -20,7 +20,7 @@ from data.batches import select
 from dataloader import deal_microbatches, load_tokenizer
 from model import cast_weights_once
 from models.causal import forward
-from ranks.collectives import once
+from ranks.collectives import gather, once
 from ranks.placement import home_rank
 from utils import UserError
 
@@ -102,7 +102,8 @@ class Sampler:
         for _ in range(self.num_tokens):
             ids = torch.cat([ids, self.next_token(ids)], dim=1)
         self.model.train()
-        return once(home_rank(), lambda: self.tokenizer.decode(ids[0].tolist(), skip_special_tokens=True))
+        text = self.tokenizer and self.tokenizer.decode(ids[0].tolist(), skip_special_tokens=True)
+        return gather(text)[home_rank()]
 
     @torch.no_grad()
     def next_token(self, ids: torch.Tensor) -> torch.Tensor:

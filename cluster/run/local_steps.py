@@ -212,14 +212,12 @@ class LocalPlugin(SamplesPlugin):
             self.local_steps = [count // size for count, size in zip(samples, sizes)]
         super().deal(samples)
 
-    def share(self) -> float:
-        return self.train_batch_size / self.global_batch_size
-
     def before_saving(self, model: Replica, optimizer: LocalAdamW) -> None:
         """AdamW's averages become their means over the replicas, and its count of steps the largest. Collective."""
         states = [(param, optimizer.state[param]) for _, param in trained(model) if "step" in optimizer.state[param]]
+        share = self.train_batch_size / self.global_batch_size
         for name in ("exp_avg", "exp_avg_sq"):
-            model.exchange([(param, state[name] * self.share()) for param, state in states], is_exact=True)
+            model.exchange([(param, state[name] * share) for param, state in states], is_exact=True)
             for param, state in states:
                 state[name].copy_(param.grad)
         steps = torch.tensor(max((state["step"].item() for _, state in states), default=0.0), device=self.device)

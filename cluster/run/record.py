@@ -63,7 +63,7 @@ class Record:
         self.tokens_per_step, self.num_steps = tokens_per_step, num_steps
         disks = Disks(folder, CANT_WRITE, needs_room=last is None, group=disks.group)  # not those of checkpoints
         is_logging = disks.gather(grid.is_logging_rank)
-        self.writes = grid.is_logging_rank or disks.leads and not any(is_logging[rank] for rank in disks.mine.ranks)
+        self.writes = grid.is_logging_rank or disks.leads and not any(is_logging[rank] for rank in disks.mine)
         if args.use_wandb:  # one run of W&B for all parts of this one
             os.environ.setdefault("WANDB_RUN_ID", args.run_id)
             os.environ.setdefault("WANDB_RESUME", "allow")
