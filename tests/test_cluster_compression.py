@@ -137,7 +137,7 @@ dist.destroy_process_group()
 """)
 
 
-def test_int8_and_the_sums_of_a_routers_loss(wire):
+def test_int8_and_the_sums_of_a_routers_loss(wire, world_of_one):
     from transformers import MixtralConfig
 
     plugin, config = wire.HeterogeneousParallelPlugin(), MixtralConfig(output_router_logits=True)
