@@ -1,8 +1,6 @@
 """Runs that outlive their launcher: --detach, --attach, --status and --stop, with stand-ins for ssh and torchrun."""
 
 import contextlib
-import functools
-import io
 import json
 import os
 import pathlib
@@ -148,76 +146,27 @@ def test_detach_twice(hosts):
     assert hosts.end("--stop")[0] == 0 and all_gone(hosts.pids(), 0)
 
 
-@pytest.fixture
-def numbered(monkeypatch, tmp_path):
-    """numbered(labels, away=...): types --detach with these hosts. Then {label: its number in the run}.
+def test_hosts_have_numbers_of_their_own(hosts):
+    """Each part knows the hosts of its start, and the first one of hosts.txt the fewest. A host that comes while others
+    are away, or are in hosts.txt no more, gets none of theirs. A part that can't keep the list, as on a full disk, says
+    so, and the same command sends the list again."""
+    def numbers_of(labels: str, away: str = "", full: str = "") -> dict[str, int]:
+        hosts.write(labels)
+        hosts.hosts.write_text(hosts.hosts.read_text().replace(f"{away} iface=lo python=", f"{away} python=/nowhere"))
+        code, text = hosts.end("--detach", "--elastic", "1:9", script=True)
+        assert code == 0 and re.findall("^launch_cluster: (.) can't keep the list of hosts: make room in logs/launches/ "
+                                        "there", text, re.M) == list(full), text
+        jobs = [json.loads((path / "job.json").read_text()) for path in hosts.folders().values()]
+        assert len({job["id"] for job in jobs}) == len({job["elastic"]["token"] for job in jobs}) == 1
+        return {job["mark"][-1]: job["elastic"]["host"] for job in jobs}
 
-    The far end of each host is answer() in a folder of its own, in which a part is alive as soon as it has a job.
-    """
-    import detached
-    from inventory import Host
-    from launch_cluster import make_job
-
-    def start(job: dict) -> None:
-        folder = pathlib.Path(job["folder"])
-        folder.mkdir(parents=True)
-        (folder / "output").touch()
-        (folder / "job.json").write_text(json.dumps(job))
-
-    def ask_all(hosts, what, jobs=None, **more) -> dict:
-        said = {}
-        for host in hosts:
-            (tmp_path / host.label).mkdir(exist_ok=True)
-            monkeypatch.chdir(tmp_path / host.label)
-            lines = io.StringIO()
-            with contextlib.redirect_stdout(lines):
-                detached.answer({"ask": what, "label": host.label, "run": "*", **more}
-                                | ({"job": jobs[host.label], "run": jobs[host.label]["id"]} if jobs else {}))
-            said[host.label] = json.loads(lines.getvalue().removeprefix(detached.MARK))
-        return {label: {"away": "unreachable"} if label in are_away else it for label, it in said.items()}
-
-    for name, stand_in in {"start": start, "is_alive": lambda folder: True, "ask_all": ask_all}.items():
-        monkeypatch.setattr(detached, name, stand_in)
-    are_away = set()
-
-    def detach(labels: str, away: str = "") -> dict[str, int]:
-        are_away.clear(), are_away.update(away)
-        hosts = [Host(label, address=f"10.0.0.{ord(label)}", rank=rank) for rank, label in enumerate(labels)]
-        run = {"id": f"run of {labels}", "token": labels, "hosts": [], "started": 1.0, "port": 29500, "environment": {},
-               "command": ["x.py"], "is_detached": True}
-        assert detached.detach(hosts, "hosts.txt", (1, 9), {}, run, functools.partial(make_job, run, (1, 9), "")) == 0
-        jobs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/logs/launches/*/*/job.json")}
-        assert len({job["id"] for job in jobs.values()}) == len({job["elastic"]["token"] for job in jobs.values()}) == 1
-        return {label: job["elastic"]["host"] for label, job in jobs.items()}
-
-    return detach
-
-
-def test_hosts_added_one_after_the_other_have_numbers_of_their_own(numbered):
-    """Each part knows the hosts of its start, and the first one of hosts.txt the fewest."""
-    numbered("ab")
-    assert numbered("acb") == {"a": 0, "b": 1, "c": 2}
-    assert numbered("adcb") == {"a": 0, "b": 1, "c": 2, "d": 3}
-    assert numbered("eadcb") == {"a": 0, "b": 1, "c": 2, "d": 3, "e": 4}
-
-
-@pytest.mark.parametrize("left", ["c is silent", "c is not in hosts.txt"])
-def test_a_host_gets_no_number_of_one_that_is_not_asked(numbered, left):
-    numbered("ab")
-    numbered("acb")
-    found = numbered("adcb", away="c") if left == "c is silent" else numbered("adb")
-    assert found == {"a": 0, "b": 1, "c": 2, "d": 3}
-
-
-def test_a_part_that_can_not_keep_the_list_of_hosts(numbered, tmp_path, capsys):
-    """As on a full disk. The launcher says so, and the same command sends the list again."""
-    numbered("ab")
-    (full := next(tmp_path.glob("a/logs/launches/*/a")) / "hosts.new").mkdir()
-    numbered("acb")
-    assert "a can't keep the list of hosts: make room in logs/launches/ there" in capsys.readouterr().err
-    full.rmdir()
-    numbered("acb")
-    assert "keep" not in capsys.readouterr().err and len(json.loads(full.with_name("hosts").read_text())) == 3
+    assert numbers_of("ab") == {"a": 0, "b": 1}
+    (known := hosts.folders()["a"] / "hosts.new").mkdir()
+    assert numbers_of("acb", full="a") == {"a": 0, "b": 1, "c": 2}
+    known.rmdir()
+    assert numbers_of("adcb", away="c") == {"a": 0, "b": 1, "c": 2, "d": 3}
+    assert json.loads(known.with_name("hosts").read_text()) == list("abcd")
+    assert numbers_of("eadb") == {"a": 0, "b": 1, "c": 2, "d": 3, "e": 4}
 
 
 def test_the_end_of_a_run_is_seen(hosts):

@@ -89,7 +89,7 @@ def test_hosts_that_can_not_be_an_elastic_run(tools, tmp_path, hosts, count, mes
 
 
 def test_a_run_that_is_not_elastic_has_torchrun():
-    words = host_run.command(JOB)
+    words = agent.torchrun(JOB)
     assert words[words.index("--node-rank") + 1] == "1" and words[-3:] == JOB["command"]
     variables = host_run.environment(JOB)
     assert (variables["GLOO_SOCKET_IFNAME"], variables["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo"), "not lo1 as well"

@@ -1,7 +1,8 @@
-"""The processes of one host in an elastic run: this host's agent starts them, and starts each one anew that fails.
+"""The processes of one host: this host's agent starts them. In a plain run it is one, torchrun, and ends both.
 
-The agent has no contact with other hosts. The processes find each other by what ELASTIC_RUN tells them, and decide
-among themselves who takes part, so that those that are left go on in place when one is lost:
+In an elastic run the agent starts each process anew that fails, and has no contact with other hosts. The processes find
+each other by what ELASTIC_RUN tells them, and decide among themselves who takes part, so that those that are left go on
+in place when one is lost:
 
     a process ends with DONE -------> the agent ends with it, too, when all of them are
     with USER_ERROR ----------------> the agent ends with it, and with it the run
@@ -10,14 +11,16 @@ among themselves who takes part, so that those that are left go on in place when
 See exits.py.
 """
 
+import contextlib
 import ctypes
 import json
+import queue
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
 
 import exits
 
@@ -29,24 +32,33 @@ NO_RANK = "--elastic needs cluster/train_distributed.py, which meets the other h
 SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 
 
-def ends_with_parent(number: int) -> Callable[[], object]:
-    """What Popen calls in a new process, so that it gets this signal when the thread that started it ends."""
-    return lambda: ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, number)
+def torchrun(job: dict) -> list[str]:
+    """Its command line for this host."""
+    return [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(job["nnodes"]),
+            "--node-rank", str(job["node_rank"]), "--nproc-per-node", str(job["nproc"]),
+            "--master-addr", job["master_address"], "--master-port", str(job["master_port"]), *job["command"]]
 
 
 class Agent:
     """As in a Popen, `returncode` is None until poll() finds that all has ended. It is poll() that starts processes:
-    call it from the main thread only, since they are killed when the thread that started them ends."""
+    call it from the main thread only, since they get a signal when the thread that started them ends.
+
+    With --chat, torchrun has an input: what is put into `typed`, until None is.
+    """
 
     def __init__(self, job: dict, variables: dict[str, str]):
-        self.words, self.returncode = [sys.executable, *job["command"]], None
-        # A script that reads torchrun's number of the rank fails with what it finds in RANK.
-        self.variables = {**variables, "ELASTIC_RUN": json.dumps(job["elastic"]), "RANK": NO_RANK,
-                          "LOCAL_WORLD_SIZE": str(job["nproc"])}
-        for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            self.variables.pop(name, None)
-        self.processes = [None] * job["nproc"]  # None: it is to be started, at the time in `started`
-        self.started, self.failures = [0.0] * job["nproc"], [0] * job["nproc"]  # failures in a row
+        self.is_elastic, self.returncode, self.typed = "elastic" in job, None, queue.SimpleQueue()
+        self.words = [sys.executable, *job["command"]] if self.is_elastic else torchrun(job)
+        self.has_input = "--chat" in job["command"] and not self.is_elastic and not job["is_detached"]
+        self.variables, count = variables, job["nproc"] if self.is_elastic else 1
+        if self.is_elastic:
+            # A script that reads torchrun's number of the rank fails with what it finds in RANK.
+            self.variables = {**variables, "ELASTIC_RUN": json.dumps(job["elastic"]), "RANK": NO_RANK,
+                              "LOCAL_WORLD_SIZE": str(count)}
+            for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+                self.variables.pop(name, None)
+        self.processes = [None] * count  # None: it is to be started, at the time in `started`
+        self.started, self.failures = [0.0] * count, [0] * count  # failures in a row
 
     def poll(self) -> int | None:
         now = time.monotonic()
@@ -54,15 +66,32 @@ class Agent:
             if process and process.poll():
                 self.has_failed(rank, process.returncode, now)
             elif not process and now > self.started[rank]:
-                self.started[rank] = now
-                self.processes[rank] = subprocess.Popen(
-                    self.words, stdin=subprocess.DEVNULL, env={**self.variables, "LOCAL_RANK": str(rank)},
-                    preexec_fn=ends_with_parent(signal.SIGKILL))
+                self.started[rank], self.processes[rank] = now, self.start(rank)
         if all(process and process.returncode == exits.DONE for process in self.processes):
             self.returncode = exits.DONE
         return self.returncode
 
+    def start(self, rank: int) -> subprocess.Popen:
+        """It gets a signal when the agent ends: torchrun one by which it ends its own processes."""
+        number = signal.SIGKILL if self.is_elastic else signal.SIGTERM
+        process = subprocess.Popen(
+            self.words, stdin=subprocess.PIPE if self.has_input else subprocess.DEVNULL,
+            env={**self.variables, "LOCAL_RANK": str(rank)}, preexec_fn=lambda: ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, number))
+        if self.has_input:  # written by a thread, because it waits where the process does not read
+            threading.Thread(target=self.write_on, args=[process.stdin], daemon=True).start()
+        return process
+
+    def write_on(self, to) -> None:
+        with contextlib.suppress(OSError):  # the process has ended
+            for text in iter(self.typed.get, None):
+                to.write(text.encode(errors="surrogateescape"))
+                to.flush()
+            to.close()
+
     def has_failed(self, rank: int, code: int, now: float) -> None:
+        if not self.is_elastic:
+            self.returncode = code
+            return
         settled = SETTLED_ALONE if exits.as_shell(code) in (exits.OF_THIS_MACHINE, exits.KILLED) else SETTLED
         self.failures[rank] = self.failures[rank] + 1 if now - self.started[rank] < settled else 0
         self.processes[rank], self.started[rank], then = None, now + PAUSE, ": it is started anew"

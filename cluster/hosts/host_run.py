@@ -1,6 +1,5 @@
-"""One host's part of a run, at the far end of launch_cluster.sh's ssh: starts it here, and ends it for certain.
-
-It is torchrun that starts the processes of this host, and in an elastic run an agent (agent.py).
+"""One host's part of a run, at the far end of launch_cluster.sh's ssh: an agent (agent.py) starts it here, and it
+is ended for certain.
 
 The job comes as one line of JSON on standard input, so that none of its words passes a shell or shows in a list of
 processes. After it come heartbeats. When they stop for SILENCE seconds (the cable is cut, the launcher's machine is
@@ -18,21 +17,18 @@ import contextlib
 import json
 import os
 import pathlib
-import queue
 import re
 import select
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 
 import exits
-from agent import Agent, ends_with_parent
+from agent import Agent
 from host_facts import HOME, PORT_PATIENCE, STOPS_WITHIN, listen, run_interface, usable_cores
+from inventory import ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # this host's copy of the project
 SILENCE = 15  # seconds, where the launcher sends two heartbeats a second
 PATIENCE = 12  # seconds between asking a process to end and ending it, besides those that a training needs
 SAYS = 5  # seconds between two lines about what is waited for: the launcher takes a silent host as out of reach
@@ -40,13 +36,6 @@ TORCHRUN_PATIENCE = "900"  # seconds that torchrun itself waits, longer than thi
 BEGUN = re.compile(r"^[0-9]+ process(es)? with OMP_NUM_THREADS=|^the last lines of this part:")  # precede the script's
 BLANK = 12 * " "  # longer than the numbers of processes, and their exit codes
 MARK = "LAUNCH_CLUSTER_PART"  # the variable that tells which host's part of which run a process belongs to
-
-
-def command(job: dict) -> list[str]:
-    """torchrun's command line for this host."""
-    return [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(job["nnodes"]),
-            "--node-rank", str(job["node_rank"]), "--nproc-per-node", str(job["nproc"]),
-            "--master-addr", job["master_address"], "--master-port", str(job["master_port"]), *job["command"]]
 
 
 def environment(job: dict) -> dict[str, str]:
@@ -67,36 +56,6 @@ def find_interface(job: dict) -> None:
     if job["interface"] is None and (elastic := job.get("elastic")):  # the only host so far
         with contextlib.suppress(OSError):  # it's known as localhost, and the run stays on it
             job["interface"], _ = run_interface(None, elastic["hosts"][elastic["host"]])
-
-
-def start(job: dict, variables: dict[str, str]) -> subprocess.Popen | Agent:
-    """Starts the processes of this host. With --chat they have an input: what is put into `typed`, until None is."""
-    if "elastic" in job:
-        return Agent(job, variables)
-    has_input = "--chat" in job["command"] and not job["is_detached"]
-    child = subprocess.Popen(command(job), stdin=subprocess.PIPE if has_input else subprocess.DEVNULL, env=variables,
-                             preexec_fn=ends_with_parent(signal.SIGTERM))
-    child.typed = queue.SimpleQueue()
-    if has_input:  # written by a thread, because it waits where the child does not read
-        threading.Thread(target=write_on, args=[child.stdin, child.typed], daemon=True).start()
-    return child
-
-
-def write_on(to, typed: queue.SimpleQueue) -> None:
-    with contextlib.suppress(OSError):  # the child has ended
-        for text in iter(typed.get, None):
-            to.write(text.encode(errors="surrogateescape"))
-            to.flush()
-        to.close()
-
-
-def send_on(typed: queue.SimpleQueue | None, data: bytes) -> bytes:
-    """Puts what the user has typed, whole lines of it, into a queue, if there is one. Returns what is left."""
-    *lines, rest = data.split(b"\n")
-    for text in map(json.loads, filter(None, lines)):
-        if typed is not None:
-            typed.put(text)
-    return rest
 
 
 def started_for(mark: str) -> list[int]:
@@ -136,8 +95,8 @@ def end_all(mark: str, patience: float = PATIENCE, file: str | None = None) -> N
 
 
 def watch(child, has_launcher: bool = True) -> int:
-    """The exit code of the child, a Popen or what has its poll() and returncode, or that of a signal that came, as a
-    shell gives it; FAILED where the launcher is gone, UNHEARD where the way to it is."""
+    """The exit code of the child, or that of a signal that came, as a shell gives it; FAILED where the launcher is
+    gone, UNHEARD where the way to it is. The child has poll() and returncode, as a Popen, and `typed`, as an Agent."""
     stopped = []
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda number, frame: stopped.append(number))
@@ -148,9 +107,11 @@ def watch(child, has_launcher: bool = True) -> int:
         elif select.select([0], [], [], 0.1)[0]:
             if not (data := os.read(0, 1 << 16)):
                 return exits.FAILED  # the launcher has closed the input, or has ended itself
-            unread = send_on(getattr(child, "typed", None), unread + data)
+            *lines, unread = (unread + data).split(b"\n")
+            for text in map(json.loads, filter(None, lines)):
+                child.typed.put(text)
             heard = time.monotonic()
-        if has_launcher and time.monotonic() > heard + SILENCE:
+        elif time.monotonic() > heard + SILENCE:
             return exits.UNHEARD
     if stopped:  # this machine is shut down, say
         return exits.after(stopped[0])
@@ -180,7 +141,7 @@ def run(job: dict) -> int:
         own = f"{job['mark']} {os.getpid()}"  # this connection ends its own processes, not those of the next one
         variables |= {STOPS_WITHIN: file.name, MARK: own}
         try:
-            return watch(start(job, variables), not job["is_detached"])
+            return watch(Agent(job, variables), not job["is_detached"])
         finally:
             end_all(own, PATIENCE, file.name)
 

@@ -1,7 +1,7 @@
-"""A run as the launcher sees it: an ssh process a host, what it prints, when all have to end, and why one failed.
+"""A connection to a host, and a run as the launcher sees it: what its hosts print, when all have to end, why one failed.
 
-The far end is host_run.py. Down ssh's standard input go the job and heartbeats, and what was started there ends when
-they do. What it prints comes back as `host | line`.
+The far end of a run is host_run.py. Down ssh's standard input go the job and heartbeats, and what was started there
+ends when they do. What it prints comes back as `host | line`.
 """
 
 import collections
@@ -15,11 +15,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import exits
 from agent import HAS_USER_ERROR
-from host_facts import ASKS
+from host_facts import ASKS, MARK
 from host_run import BEGUN
 from inventory import Host
 
@@ -34,34 +35,81 @@ STORE_TRACE = re.compile(r"^frame #\d+: |^<omitting python frames>|^Exception ra
                          r"\[c10d\] (recv|send)\w+ failed|^$")
 
 
+class Contact:
+    """An ssh process: what its words start on the host reads lines on standard input, and what that prints comes back,
+    on standard error, too. `code`: the exit code, when all has come."""
+
+    def __init__(self, host: Host, *words: str):
+        self.host, self.code, self.last = host, None, collections.deque(maxlen=200)
+        # In a session of its own ssh has no terminal to ask anything on, and Ctrl-C reaches the launcher alone.
+        self.process = subprocess.Popen(host.ssh(*words), start_new_session=True, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    def send(self, line: str = "", further: bytes = b"") -> None:
+        with contextlib.suppress(OSError, ValueError):  # ssh has ended, or its input was closed
+            self.process.stdin.write(line.encode() + b"\n" + further)
+            self.process.stdin.flush()
+
+    def lines(self) -> Iterator[str]:
+        """What comes back, as it comes; the `last` lines are kept."""
+        for line in self.process.stdout:
+            self.last.append(line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2])  # as of a progress bar
+            yield self.last[-1]
+        self.code = self.process.wait()
+
+    def ask(self, seconds: float, question) -> dict | tuple[str, str, str]:
+        """The answer; where there is none within `seconds`: (what is wrong, details, cure)."""
+        watchdog = threading.Timer(seconds, self.process.kill)
+        watchdog.start()
+        self.send(json.dumps(question))
+        answer = next((line for line in self.lines() if MARK in line), None)
+        watchdog.cancel()
+        if answer:
+            return json.loads(answer.partition(MARK)[2])
+        name, cure = self.explain() or (
+            "no answer", f"see what it is busy with, and whether {self.host.python} starts there")
+        return name, f"exit code {self.code}: {self.last_line()}" if self.code > 0 else f"in {seconds} seconds", cure
+
+    def explain(self) -> tuple[str, str] | None:
+        return self.host.explain(self.code, "\n".join(self.last))
+
+    def last_line(self) -> str:
+        return next(filter(str.strip, reversed(self.last)), "")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@contextlib.contextmanager
+def at_once(contacts: list[Contact]) -> Iterator[ThreadPoolExecutor]:
+    """Threads to use all contacts at the same time, which end then, also on Ctrl-C."""
+    with ThreadPoolExecutor(len(contacts) or 1) as pool:
+        try:
+            yield pool
+        finally:
+            for contact in contacts:
+                contact.end()
+
+
 def far_end(host: Host, program: str) -> list[str]:
-    """The local command line that starts a program of this folder on a host."""
-    return host.ssh(host.python, os.path.join(host.dir, "cluster", "hosts", program))
+    """The words that start a program of this folder on a host."""
+    return [host.python, os.path.join(host.dir, "cluster", "hosts", program)]
 
 
-class Run:
-    """The ssh process of one host: sends the job, prints what comes back, and puts itself in the launch's `events` at
-    its end.
+class Run(Contact):
+    """The part of one host: sends the job, prints what comes back, and puts itself in the launch's `events` at its end.
 
     A line that the launch's `alarm` matches is put there at once, as (run, line). Where there is one, stack traces of
     torch's stores are not printed: a lost host leaves many lines of them on all others. `quiet`: print nothing until it
-    has begun.
+    has begun. The first line that is sent is the job; empty ones are heartbeats, others what the user types, as JSON.
     """
 
     def __init__(self, launch: "Launch", host: Host, quiet: bool):
-        self.host, self.quiet, self.code, self.heard, self.has_begun = host, quiet, None, time.monotonic(), False
-        self.last = collections.deque(maxlen=200)
-        # In a session of its own ssh has no terminal to ask anything on, and Ctrl-C reaches the launcher alone.
-        self.process = subprocess.Popen(far_end(host, launch.program), start_new_session=True, stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        super().__init__(host, *far_end(host, launch.program))
+        self.quiet, self.heard, self.has_begun = quiet, time.monotonic(), False
         self.send(json.dumps(launch.make_job(launch.hosts, host)))
         threading.Thread(target=self.read, args=[launch], daemon=True).start()
-
-    def send(self, line: str = "") -> None:
-        """The first line is the job; empty ones are heartbeats, others what the user types, as JSON."""
-        with contextlib.suppress(OSError, ValueError):  # ssh has ended, or its input was closed
-            self.process.stdin.write(line.encode() + b"\n")
-            self.process.stdin.flush()
 
     def send_input(self) -> None:
         """Sends what the user types to this host, from when a script there asks for it."""
@@ -72,10 +120,8 @@ class Run:
 
     def read(self, launch: "Launch") -> None:
         prefix = f"{self.host.label:<{launch.width}} | "
-        for line in self.process.stdout:
+        for text in self.lines():
             self.heard = time.monotonic()
-            text = line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]  # what a progress bar shows last
-            self.last.append(text)
             if BEGUN.match(text):
                 self.has_begun, self.quiet = True, False
             if text == ASKS:
@@ -89,7 +135,6 @@ class Run:
                 sys.stdout.flush()
             except OSError:
                 launch.events.put(signal.SIGPIPE)  # nobody reads any more
-        self.code = self.process.wait()
         launch.events.put(self)
 
     def stop(self, since: float) -> None:
@@ -198,7 +243,7 @@ class Launch:
         end = next((index for index, line in enumerate(lines, 1) if PROCESS_ENDED.search(line)), None)
         print(f"\nlaunch_cluster: {run.host.label} (node rank {run.host.rank}) failed first, with exit code {run.code}",
               file=sys.stderr)
-        if explained := run.host.explain(run.code, "\n".join(lines)):
+        if explained := run.explain():
             say(": ".join(explained))
         say("its last lines:" if lines else "it printed nothing")
         print("".join(f"    {line}\n" for line in lines[:end][-12:]), end="", file=sys.stderr)
