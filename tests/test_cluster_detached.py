@@ -40,9 +40,10 @@ class Hosts:
         (folder / "count.py").write_text(COUNT)
         self.write("ab")
 
-    def write(self, labels: str) -> None:
-        self.hosts = write_hosts(self.folder, *(f"{label} iface=lo python={self.tools / 'python'} dir={self.root}"
-                                                for label in labels))
+    def write(self, labels: str, **others: str) -> None:
+        """hosts.txt, with what follows a host's name where that is no host that is well."""
+        well = f"iface=lo python={self.tools / 'python'} dir={self.root}"
+        self.hosts = write_hosts(self.folder, *(f"{label} {others.get(label, well)}" for label in labels))
 
     def launch(self, *words, script: bool = False) -> Launch:
         words = [*words, "--", self.folder / "count.py", self.folder / "code"] if script else words
@@ -150,9 +151,8 @@ def test_hosts_have_numbers_of_their_own(hosts):
     """Each part knows the hosts of its start, and the first one of hosts.txt the fewest. A host that comes while others
     are away, or are in hosts.txt no more, gets none of theirs. A part that can't keep the list, as on a full disk, says
     so, and the same command sends the list again."""
-    def numbers_of(labels: str, away: str = "", full: str = "") -> dict[str, int]:
-        hosts.write(labels)
-        hosts.hosts.write_text(hosts.hosts.read_text().replace(f"{away} iface=lo python=", f"{away} python=/nowhere"))
+    def numbers_of(labels: str, full: str = "", **others: str) -> dict[str, int]:
+        hosts.write(labels, **others)
         code, text = hosts.end("--detach", "--elastic", "1:9", script=True)
         assert code == 0 and re.findall("^launch_cluster: (.) can't keep the list of hosts: make room in logs/launches/ "
                                         "there", text, re.M) == list(full), text
@@ -164,7 +164,7 @@ def test_hosts_have_numbers_of_their_own(hosts):
     (known := hosts.folders()["a"] / "hosts.new").mkdir()
     assert numbers_of("acb", full="a") == {"a": 0, "b": 1, "c": 2}
     known.rmdir()
-    assert numbers_of("adcb", away="c") == {"a": 0, "b": 1, "c": 2, "d": 3}
+    assert numbers_of("adcb", c="python=/nowhere/python") == {"a": 0, "b": 1, "c": 2, "d": 3}
     assert json.loads(known.with_name("hosts").read_text()) == list("abcd")
     assert numbers_of("eadb") == {"a": 0, "b": 1, "c": 2, "d": 3, "e": 4}
 
@@ -229,13 +229,12 @@ def test_a_dead_part_hides_no_living_one(hosts):
 @pytest.mark.slow
 def test_hosts_without_a_part(hosts):
     """A part that can't begin ends the others. Without a host that is away an elastic run begins, and no other."""
-    lines = hosts.hosts.read_text()
-    hosts.hosts.write_text(f"{lines}c iface=no0 python={hosts.tools / 'python'} dir={hosts.root}\n")
+    hosts.write("abc", c=f"iface=no0 python={hosts.tools / 'python'} dir={hosts.root}")
     code, text = hosts.end("--detach", script=True)
     assert code == 2 and "c could not start its part, so all were stopped" in text, text
     assert "there is no interface no0" in text, text
     shutil.rmtree(hosts.root / "logs")
-    hosts.hosts.write_text(f"{lines}c python=/nowhere/python\n")
+    hosts.write("abc", c="python=/nowhere/python")
     code, text = hosts.end("--detach", script=True)
     assert code == 2 and not hosts.folders() and text.count("\n") == 1, text
     assert text.startswith("error: nothing is started, since hosts are missing: c: no Python: exit code"), text
@@ -243,5 +242,5 @@ def test_hosts_without_a_part(hosts):
     assert code == 0 and "launch_cluster: no part yet has c: no Python: " in text and set(hosts.pids()) == {"a", "b"}
     code, text = hosts.end("--stop")
     assert code == 1 and "launch_cluster: out of reach, where it may go on: c" in text, text
-    hosts.hosts.write_text(lines)
+    hosts.write("ab")
     assert not hosts.end("--stop")[0]
