@@ -1,4 +1,4 @@
-"""A connection to a host, and a run as the launcher sees it: what its hosts print, when all have to end, why one failed.
+"""A connection to a host, and a run as the launcher sees it: what hosts print, when all have to end, why one failed.
 
 The far end of a run is host_run.py. Down ssh's standard input go the job and heartbeats, and what was started there
 ends when they do. What it prints comes back as `host | line`.
@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import exits
-from agent import HAS_USER_ERROR
 from host_facts import ASKS, MARK
-from host_run import BEGUN
+from host_run import BEGUN, HAS_USER_ERROR
 from inventory import Host
 
 HEARTBEAT = 0.5  # seconds at most between two of them
@@ -98,9 +97,9 @@ def far_end(host: Host, program: str) -> list[str]:
 
 
 class Run(Contact):
-    """The part of one host: sends the job, prints what comes back, and puts itself in the launch's `events` at its end.
+    """The part of one host: sends the job, prints what comes back, and puts its end among the launch's `events`.
 
-    A line that the launch's `alarm` matches is put there at once, as (run, line). Where there is one, stack traces of
+    A line that the launch's `alarm` matches is put there at once. Where there is one, stack traces of
     torch's stores are not printed: a lost host leaves many lines of them on all others. `quiet`: print nothing until it
     has begun. The first line that is sent is the job; empty ones are heartbeats, others what the user types, as JSON.
     """
@@ -127,15 +126,15 @@ class Run(Contact):
             if text == ASKS:
                 threading.Thread(target=self.send_input, daemon=True).start()
             if launch.alarm and launch.alarm.search(text):
-                launch.events.put((self, text))
+                launch.events.put((launch.heard, self, text))
             if self.quiet or launch.alarm and STORE_TRACE.search(text):
                 continue
             try:
                 sys.stdout.write(f"{prefix}{text}\n")
                 sys.stdout.flush()
             except OSError:
-                launch.events.put(signal.SIGPIPE)  # nobody reads any more
-        launch.events.put(self)
+                launch.events.put((launch.signalled, signal.SIGPIPE))  # nobody reads any more
+        launch.events.put((launch.has_ended, self))
 
     def stop(self, since: float) -> None:
         """Closing its input makes host_run.py end all; where the host is out of reach, ssh itself is ended.
@@ -164,7 +163,7 @@ class Launch:
 
     def __init__(self, hosts: list[Host], make_job: Callable[[list[Host], Host], dict]):
         self.hosts, self.make_job, self.width = hosts, make_job, max(len(host.label) for host in hosts)
-        self.events, self.running = queue.SimpleQueue(), {}
+        self.events, self.running = queue.SimpleQueue(), {}  # an event: a method, and its arguments but the time
         self.try_at: dict[str, float] = {}  # when a host that does not run may be started; without it at any time
         self.tried: set[str] = set()  # were started again, and have not begun yet
         self.failed, self.is_quiet, self.code, self.stop_at = [], False, exits.DONE, NEVER
@@ -180,21 +179,13 @@ class Launch:
     def run(self) -> int:
         """Starts the hosts, and waits until all have ended. The exit code."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda number, frame: self.events.put(number))
+            signal.signal(number, lambda number, frame: self.events.put((self.signalled, number)))
         self.start(is_again=False)
         while self.running or self.goes_on():
-            event = None
             with contextlib.suppress(queue.Empty):
-                event = self.events.get(timeout=HEARTBEAT)
-            now = time.monotonic()
-            if isinstance(event, Run):
-                del self.running[event.host.label]
-                self.ended(event, now)
-            elif isinstance(event, tuple):
-                self.heard(*event, now)
-            elif event:
-                self.stop(now, exits.after(event))
-            self.look_around(now)
+                happened, *what = self.events.get(timeout=HEARTBEAT)
+                happened(*what, time.monotonic())
+            self.look_around(now := time.monotonic())
             for run in self.running.values():
                 if now < self.stop_at:
                     run.send()
@@ -202,6 +193,9 @@ class Launch:
                     run.quiet = self.is_quiet
                     run.stop(self.stop_at)
         return self.report() if self.failed else self.code
+
+    def signalled(self, number: int, now: float) -> None:
+        self.stop(now, exits.after(number))
 
     def stop(self, at: float, code: int, is_quiet: bool = False) -> None:
         """All hosts end what they run. The first reason gives the exit code. `is_quiet`: they print nothing from then
@@ -214,6 +208,10 @@ class Launch:
         if now < self.stop_at:  # what ends later was told to
             self.failed.append(run)
             self.stop(now + GRACE, exits.FAILED, is_quiet=True)
+
+    def has_ended(self, run: Run, now: float) -> None:
+        del self.running[run.host.label]
+        self.ended(run, now)
 
     def ended(self, run: Run, now: float) -> None:
         if run.code:
