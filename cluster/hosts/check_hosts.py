@@ -6,17 +6,12 @@ hosts listen, the first one on the port of the rendezvous, the others on any, si
 pairs through ports that the system chooses. Then each host tries to reach all others.
 """
 
-import contextlib
-import json
-import subprocess
-import tempfile
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import host_facts
-from host_facts import MARK, print_rows
+from host_facts import print_rows
 from inventory import Host, peer
+from remote_run import Contact, at_once
 
 MAX_SKEW = 1.0  # seconds
 COLUMNS = "host", "ssh", "Python", "torch", "CUDA", "project", "interface", "port", "clock", "disk", "memory", "GPU"
@@ -24,39 +19,19 @@ VERSIONS = ("Python", "torch", "CUDA", "transformers")  # what has to be equal e
 INSTALL = "launch_cluster.sh HOSTS --install"
 
 
-class Contact:
-    """The ssh connection to one host, and what is known about the host. `words`: that start the far end."""
+class Checked(Contact):
+    """A host that is looked at, and what is known about it."""
 
-    def __init__(self, host: Host, words: list[str]):
-        self.host = host
+    def __init__(self, host: Host, program: str):
+        super().__init__(host, host.python, "-c", program)
         self.report, self.offset = None, 0.0  # offset: of its clock to this machine's, in seconds
         self.cells, self.problems = {"host": host.label}, []  # as in host_facts.Report
         self.unreachable_from = []
-        self.said = tempfile.TemporaryFile("w+", errors="replace")  # what ssh writes to standard error
-        # In a session of its own ssh has no terminal to ask anything on.
-        self.process = subprocess.Popen(words, start_new_session=True, text=True, errors="replace", stderr=self.said,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def ask(self, seconds: float, question) -> dict | None:
         """The answer; None where there is none within `seconds`: the reason is then among the problems."""
-        watchdog = threading.Timer(seconds, self.process.kill)
-        watchdog.start()
-        answer = None
-        with contextlib.suppress(OSError):  # ssh has ended
-            self.process.stdin.write(json.dumps(question) + "\n")
-            self.process.stdin.flush()
-            line = next((line for line in self.process.stdout if line.startswith(MARK)), None)
-            answer = line and json.loads(line.removeprefix(MARK))
-        watchdog.cancel()
-        if answer is None:
-            code = self.process.wait()
-            self.said.seek(0)
-            said = self.said.read().strip()
-            name, cure = self.host.explain(code, said) or (
-                "no answer", f"see what it is busy with, and whether {self.host.python} starts there")
-            self.fail("ssh", name, f"exit code {code}: {said.rpartition(chr(10))[2]}" if code > 0 else
-                      f"in {seconds} seconds", cure)
-        return answer
+        answer = super().ask(seconds, question)
+        return answer if isinstance(answer, dict) else self.fail("ssh", *answer)
 
     def fail(self, column: str | None, name: str, details: str, cure: str) -> None:
         """`column`: of the table; None for a warning."""
@@ -71,7 +46,7 @@ class Contact:
             self.cells |= self.report["cells"]
             self.problems += self.report["problems"]
 
-    def connect(self, contacts: list["Contact"]) -> None:
+    def connect(self, contacts: list["Checked"]) -> None:
         """Lets the host try to reach the others' ports, and reads its clock."""
         others = [contact for contact in contacts if contact is not self and contact.report["port"]]
         sent = time.time()
@@ -87,7 +62,7 @@ class Contact:
         own = None if self.host.rank == 0 else self.report["address"]
         return own or self.host.address, self.report["port"]
 
-    def compare(self, first: "Contact") -> None:
+    def compare(self, first: "Checked") -> None:
         """Versions, the project's files and the clock against the first host's; who could not connect, who could."""
         label, skew = first.host.label, self.offset - first.offset
         for name in VERSIONS:
@@ -112,13 +87,8 @@ class Contact:
             self.fail("port", "blocked port", f"{address}:{port} can't be reached from {sources}",
                       "let the hosts reach each other on all TCP ports: sudo ufw allow proto tcp from THEIR_NETWORK")
 
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-        self.said.close()
 
-
-def print_table(contacts: list[Contact]) -> None:
+def print_table(contacts: list[Checked]) -> None:
     """A row per host, `!` before what is wrong, and below the table the problems with their cures."""
     table = [COLUMNS]
     for contact in contacts:
@@ -135,13 +105,12 @@ def check(hosts: list[Host], port: int) -> bool:
     """Asks all hosts at once and prints the table; True if nothing is wrong. `port`: of the rendezvous."""
     with open(host_facts.__file__, encoding="utf-8") as file:
         program = file.read()
-    contacts = [Contact(host, host.ssh(host.python, "-c", program)) for host in hosts]
-    with ThreadPoolExecutor(len(hosts)) as pool:
+    contacts = [Checked(host, program) for host in hosts]
+    with at_once(contacts) as pool:
         list(pool.map(lambda contact: contact.collect(hosts, port), contacts))
         answered = [contact for contact in contacts if contact.report]
         list(pool.map(lambda contact: contact.connect(answered), answered))
-        for contact in answered:
-            contact.compare(answered[0])
-        list(pool.map(Contact.end, contacts))
+    for contact in answered:
+        contact.compare(answered[0])
     print_table(contacts)
     return not any(column for contact in contacts for column, *_ in contact.problems)

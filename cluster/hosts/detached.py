@@ -16,22 +16,21 @@ import glob
 import json
 import os
 import pathlib
+import queue
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
 import exits
-from check_hosts import Contact
 from elastic import RETRY, Elastic
 from host_facts import MARK, print_rows
 from host_run import BEGUN, BLANK, ROOT, exit_code, fill_in, watch, without_secrets
 from inventory import NOT_STARTED, OF_SSH, Host, UserError
-from remote_run import NEVER, Launch, Run, far_end, say
+from remote_run import NEVER, Contact, Launch, Run, at_once, far_end, say
 
 NOTHING = "no part of the run is there"
 LAST = 20  # lines that a follower begins with
@@ -90,10 +89,12 @@ def start(job: dict) -> None:
 
 
 class Follower:
-    """Prints the output of a part. As in a Popen, `returncode` is None until poll() finds that the part has ended."""
+    """Prints the output of a part. As in a Popen, `returncode` is None until poll() finds that the part has ended. What
+    is typed goes nowhere."""
 
     def __init__(self, folder: pathlib.Path):
         self.folder, self.returncode, self.output = folder, None, open(folder / "output", "rb")
+        self.typed = queue.SimpleQueue()
         sys.stdout.buffer.writelines([b"the last lines of this part:\n", *last_lines(self.output)])
 
     def poll(self) -> int | None:
@@ -117,7 +118,7 @@ def answer(question: dict) -> int:
     for file in pathlib.Path("logs", "launches").glob(f"{question['run']}/{glob.escape(question['label'])}/job.json"):
         with contextlib.suppress(OSError, ValueError, KeyError):  # of another user, just being written, or not elastic
             jobs[file.parent] = json.loads(file.read_text())
-            if question["ask"] == "know":
+            if "known" in question:
                 file.with_name("hosts.new").write_text(json.dumps(question["known"]))
                 file.with_name("hosts.new").replace(file.with_name("hosts"))
             jobs[file.parent]["elastic"]["hosts"] = json.loads(file.with_name("hosts").read_text())
@@ -144,17 +145,14 @@ def answer(question: dict) -> int:
 def ask_all(hosts: list[Host], what: str, jobs: dict[str, dict] | None = None, **more) -> dict[str, dict]:
     """The states of the hosts' parts, by label, as answer() gives them; {"away": why} where a host is silent. `jobs`:
     what is started, by label; `more` is part of the question."""
-    def ask(host: Host) -> dict:
-        question = {"ask": what, "label": host.label, "run": "*", **more}
-        if jobs:
-            question |= {"run": jobs[host.label]["id"], "job": jobs[host.label]}
-        contact = Contact(host, far_end(host, "detached.py"))
-        part = contact.ask(60, question)
-        contact.end()
-        return {"away": "{1}: {2}".format(*contact.problems[0])} if part is None else part
+    def ask(contact: Contact) -> dict:
+        label = contact.host.label
+        job = {"job": jobs[label]} if jobs and label in jobs else {}
+        part = contact.ask(60, {"ask": what, "label": label, "run": "*", **more, **job})
+        return part if isinstance(part, dict) else {"away": "{}: {}".format(*part)}
 
-    with ThreadPoolExecutor(len(hosts) or 1) as pool:
-        return dict(zip([host.label for host in hosts], pool.map(ask, hosts)))
+    with at_once(contacts := [Contact(host, *far_end(host, "detached.py")) for host in hosts]) as pool:
+        return dict(zip([host.label for host in hosts], pool.map(ask, contacts)))
 
 
 def newest(parts: dict[str, dict]) -> dict | None:
@@ -203,7 +201,7 @@ class Follow(Launch):
             self.away.pop(label, None)
             say(f"{label}: its part of the run {exits.ending(run.code)}")
         elif label not in self.ends:
-            why = ": ".join(run.host.explain(run.code, "\n".join(run.last)) or (NOTHING,))
+            why = ": ".join(run.explain() or (NOTHING,))
             if why != self.away.get(label):
                 say(f"{label}: {why}")
             self.away[label] = why
@@ -250,16 +248,17 @@ def detach(hosts: list[Host], path: str, elastic: tuple[int, int] | None, env: d
     has_part = [label for label, part in parts.items() if part["is_alive"] or part["code"] == exits.DONE]
     missing = [host for host in hosts if host.label not in has_part and "away" not in found[host.label]]
     missing = missing[:max(0, elastic[1] - len(has_part))] if elastic else missing
-    for label, part in ask_all(missing, "start", {host.label: job(hosts, host) for host in missing}).items():
-        if "away" in part or not part["is_alive"] and part["code"]:
+    jobs = {host.label: job(hosts, host) for host in missing}
+    # All parts know all hosts: else one that comes while these are away could get the number of one of them.
+    known = {"known": run["hosts"]} if parts and elastic else {}
+    here = [host for host in hosts if "away" not in found[host.label]] if known else missing
+    for label, part in ask_all(here, "start", jobs, run=run["id"], **known).items():
+        if label in jobs and ("away" in part or not part["is_alive"] and part["code"]):
             stop(missing, path)
             why = part.get("away") or "\n    ".join(part["last"])
             raise UserError(f"{label} could not start its part, so all were stopped: {why}")
-    if parts and elastic:  # else a host that comes while these are away could get the number of one of them
-        here = [host for host in hosts if "away" not in found[host.label]]
-        for label, part in ask_all(here, "know", run=run["id"], known=run["hosts"]).items():
-            if "job" in part and part["job"]["elastic"]["hosts"] != run["hosts"]:
-                say(f"{label} can't keep the list of hosts: make room in logs/launches/ there, and type this again")
+        if known and "job" in part and part["job"]["elastic"]["hosts"] != run["hosts"]:
+            say(f"{label} can't keep the list of hosts: make room in logs/launches/ there, and type this again")
     for why in away:
         say(f"no part yet has {why}. The same command starts it later")
     say(f"the run {run['id'][:8]} goes on by itself on {', '.join(has_part + [host.label for host in missing])}, with "

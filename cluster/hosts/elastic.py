@@ -1,6 +1,6 @@
 """`launch_cluster.sh --elastic MIN:MAX`: a run that goes on when a host is lost, and takes hosts in while it runs.
 
-On each host an agent starts the script (agent.py). The processes meet by themselves, go on without those that are
+On each host an agent starts the script (host_run.py). The processes meet by themselves, go on without those that are
 lost, and take new ones in. The launcher decides which hosts are there to be met:
 
     running --- ssh ends with an error, the agent is killed ---> lost --- ssh starts its part again ---> running
@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable
 
 import exits
-from agent import HAS_USER_ERROR
-from host_run import BEGUN
+from host_run import BEGUN, HAS_USER_ERROR
 from inventory import OF_SSH, Host, UserError, read_hosts, require_elastic
 from remote_run import NEVER, Launch, Run, say
 

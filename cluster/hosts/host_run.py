@@ -1,7 +1,5 @@
 """One host's part of a run, at the far end of launch_cluster.sh's ssh: starts it here, and ends it for certain.
 
-It is torchrun that starts the processes of this host, and in an elastic run an agent (agent.py).
-
 The job comes as one line of JSON on standard input, so that none of its words passes a shell or shows in a list of
 processes. After it come heartbeats. When they stop for SILENCE seconds (the cable is cut, the launcher's machine is
 dead) or the input ends (the launcher or ssh is gone), every process that came from this one is ended: it gets SIGTERM,
@@ -9,12 +7,21 @@ and then time in which a training can finish its step and save a checkpoint. Tha
 many as the training itself says that it needs, in a file whose path is in its environment.
 A worker whose torchrun is killed would train on alone: it is known by a variable in its environment.
 
+An agent starts what is to run: torchrun, and ends as that does. In an elastic run it starts the processes themselves,
+and has no contact with other hosts. They find each other by what ELASTIC_RUN tells them, and decide among themselves
+who takes part, so that those that are left go on in place when one is lost (see exits.py):
+
+    a process ends with DONE -------> the agent ends with it, too, when all of them are
+    with USER_ERROR ----------------> the agent ends with it, and with it the run
+    otherwise, also by a signal ----> this process alone is started anew; if that never helps, the agent ends: FAILED
+
 What the user types for a chat comes between heartbeats, which are empty lines, each line as JSON; null is its end.
 
 As a daemon (detached.py) it hears of no launcher, and ends when it gets a signal.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import pathlib
@@ -29,10 +36,9 @@ import threading
 import time
 
 import exits
-from agent import Agent, ends_with_parent
 from host_facts import HOME, PORT_PATIENCE, STOPS_WITHIN, listen, run_interface, usable_cores
+from inventory import ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # this host's copy of the project
 SILENCE = 15  # seconds, where the launcher sends two heartbeats a second
 PATIENCE = 12  # seconds between asking a process to end and ending it, besides those that a training needs
 SAYS = 5  # seconds between two lines about what is waited for: the launcher takes a silent host as out of reach
@@ -40,13 +46,85 @@ TORCHRUN_PATIENCE = "900"  # seconds that torchrun itself waits, longer than thi
 BEGUN = re.compile(r"^[0-9]+ process(es)? with OMP_NUM_THREADS=|^the last lines of this part:")  # precede the script's
 BLANK = 12 * " "  # longer than the numbers of processes, and their exit codes
 MARK = "LAUNCH_CLUSTER_PART"  # the variable that tells which host's part of which run a process belongs to
+PAUSE = 1.0  # seconds between the end of a process and its next start
+SETTLED, FAILURES = 20.0, 5  # a process that ends sooner, in seconds, more often than this in a row is given up
+SETTLED_ALONE = 3600.0  # instead of SETTLED where it ends by what its machine lacks, or is killed, as for memory
+HAS_USER_ERROR = re.compile(rf"^process \d+ of this host has ended with exit code {exits.USER_ERROR}$")
+NO_RANK = "--elastic needs cluster/train_distributed.py, which meets the other hosts by itself"
+SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 
 
-def command(job: dict) -> list[str]:
-    """torchrun's command line for this host."""
+def torchrun(job: dict) -> list[str]:
+    """Its command line for this host."""
     return [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(job["nnodes"]),
             "--node-rank", str(job["node_rank"]), "--nproc-per-node", str(job["nproc"]),
             "--master-addr", job["master_address"], "--master-port", str(job["master_port"]), *job["command"]]
+
+
+class Agent:
+    """As in a Popen, `returncode` is None until poll() finds that all has ended. It is poll() that starts processes:
+    call it from the main thread only, since they get a signal when the thread that started them ends.
+
+    With --chat, torchrun has an input: what is put into `typed`, until None is.
+    """
+
+    def __init__(self, job: dict, variables: dict[str, str]):
+        self.is_elastic, self.returncode, self.typed = "elastic" in job, None, queue.SimpleQueue()
+        self.words = [sys.executable, *job["command"]] if self.is_elastic else torchrun(job)
+        self.has_input = "--chat" in job["command"] and not self.is_elastic and not job["is_detached"]
+        self.variables, count = variables, job["nproc"] if self.is_elastic else 1
+        if self.is_elastic:
+            # A script that reads torchrun's number of the rank fails with what it finds in RANK.
+            self.variables = {**variables, "ELASTIC_RUN": json.dumps(job["elastic"]), "RANK": NO_RANK,
+                              "LOCAL_WORLD_SIZE": str(count)}
+            for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+                self.variables.pop(name, None)
+        self.processes = [None] * count  # None: it is to be started, at the time in `started`
+        self.started, self.failures = [0.0] * count, [0] * count  # failures in a row
+
+    def poll(self) -> int | None:
+        now = time.monotonic()
+        for rank, process in enumerate(self.processes):
+            if process and process.poll():
+                self.has_failed(rank, process.returncode, now)
+            elif not process and now > self.started[rank]:
+                self.started[rank], self.processes[rank] = now, self.start(rank)
+        if all(process and process.returncode == exits.DONE for process in self.processes):
+            self.returncode = exits.DONE
+        return self.returncode
+
+    def start(self, rank: int) -> subprocess.Popen:
+        """It gets a signal when the agent ends: torchrun one by which it ends its own processes."""
+        number = signal.SIGKILL if self.is_elastic else signal.SIGTERM
+        process = subprocess.Popen(
+            self.words, stdin=subprocess.PIPE if self.has_input else subprocess.DEVNULL,
+            env={**self.variables, "LOCAL_RANK": str(rank)},
+            preexec_fn=lambda: ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, number))
+        if self.has_input:  # written by a thread, because it waits where the process does not read
+            threading.Thread(target=self.write_on, args=[process.stdin], daemon=True).start()
+        return process
+
+    def write_on(self, to) -> None:
+        with contextlib.suppress(OSError):  # the process has ended
+            for text in iter(self.typed.get, None):
+                to.write(text.encode(errors="surrogateescape"))
+                to.flush()
+            to.close()
+
+    def has_failed(self, rank: int, code: int, now: float) -> None:
+        if not self.is_elastic:
+            self.returncode = code
+            return
+        settled = SETTLED_ALONE if exits.as_shell(code) in (exits.OF_THIS_MACHINE, exits.KILLED) else SETTLED
+        self.failures[rank] = self.failures[rank] + 1 if now - self.started[rank] < settled else 0
+        self.processes[rank], self.started[rank], then = None, now + PAUSE, ": it is started anew"
+        if code == exits.USER_ERROR:
+            self.returncode, then = code, ""
+        elif self.failures[rank] > FAILURES:
+            self.returncode = exits.FAILED
+            then = f", {self.failures[rank]} times in a row within {settled:g} s: it is not started again"
+        how = f"with exit code {code}" if code > 0 else f"by signal {-code}"
+        print(f"process {rank} of this host has ended {how}{then}", flush=True)
 
 
 def environment(job: dict) -> dict[str, str]:
@@ -67,36 +145,6 @@ def find_interface(job: dict) -> None:
     if job["interface"] is None and (elastic := job.get("elastic")):  # the only host so far
         with contextlib.suppress(OSError):  # it's known as localhost, and the run stays on it
             job["interface"], _ = run_interface(None, elastic["hosts"][elastic["host"]])
-
-
-def start(job: dict, variables: dict[str, str]) -> subprocess.Popen | Agent:
-    """Starts the processes of this host. With --chat they have an input: what is put into `typed`, until None is."""
-    if "elastic" in job:
-        return Agent(job, variables)
-    has_input = "--chat" in job["command"] and not job["is_detached"]
-    child = subprocess.Popen(command(job), stdin=subprocess.PIPE if has_input else subprocess.DEVNULL, env=variables,
-                             preexec_fn=ends_with_parent(signal.SIGTERM))
-    child.typed = queue.SimpleQueue()
-    if has_input:  # written by a thread, because it waits where the child does not read
-        threading.Thread(target=write_on, args=[child.stdin, child.typed], daemon=True).start()
-    return child
-
-
-def write_on(to, typed: queue.SimpleQueue) -> None:
-    with contextlib.suppress(OSError):  # the child has ended
-        for text in iter(typed.get, None):
-            to.write(text.encode(errors="surrogateescape"))
-            to.flush()
-        to.close()
-
-
-def send_on(typed: queue.SimpleQueue | None, data: bytes) -> bytes:
-    """Puts what the user has typed, whole lines of it, into a queue, if there is one. Returns what is left."""
-    *lines, rest = data.split(b"\n")
-    for text in map(json.loads, filter(None, lines)):
-        if typed is not None:
-            typed.put(text)
-    return rest
 
 
 def started_for(mark: str) -> list[int]:
@@ -136,8 +184,8 @@ def end_all(mark: str, patience: float = PATIENCE, file: str | None = None) -> N
 
 
 def watch(child, has_launcher: bool = True) -> int:
-    """The exit code of the child, a Popen or what has its poll() and returncode, or that of a signal that came, as a
-    shell gives it; FAILED where the launcher is gone, UNHEARD where the way to it is."""
+    """The exit code of the child, or that of a signal that came, as a shell gives it; FAILED where the launcher is
+    gone, UNHEARD where the way to it is. The child has poll() and returncode, as a Popen, and `typed`, as an Agent."""
     stopped = []
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda number, frame: stopped.append(number))
@@ -148,9 +196,11 @@ def watch(child, has_launcher: bool = True) -> int:
         elif select.select([0], [], [], 0.1)[0]:
             if not (data := os.read(0, 1 << 16)):
                 return exits.FAILED  # the launcher has closed the input, or has ended itself
-            unread = send_on(getattr(child, "typed", None), unread + data)
+            *lines, unread = (unread + data).split(b"\n")
+            for text in map(json.loads, filter(None, lines)):
+                child.typed.put(text)
             heard = time.monotonic()
-        if has_launcher and time.monotonic() > heard + SILENCE:
+        elif time.monotonic() > heard + SILENCE:
             return exits.UNHEARD
     if stopped:  # this machine is shut down, say
         return exits.after(stopped[0])
@@ -180,7 +230,7 @@ def run(job: dict) -> int:
         own = f"{job['mark']} {os.getpid()}"  # this connection ends its own processes, not those of the next one
         variables |= {STOPS_WITHIN: file.name, MARK: own}
         try:
-            return watch(start(job, variables), not job["is_detached"])
+            return watch(Agent(job, variables), not job["is_detached"])
         finally:
             end_all(own, PATIENCE, file.name)
 

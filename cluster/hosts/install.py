@@ -18,7 +18,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 
 MARK = "install:"  # precedes what is said, because a login shell may print lines of its own
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
@@ -146,20 +146,16 @@ def archive_of(root: str) -> bytes:
     return buffer.getvalue()
 
 
-def install_on(host, archive: bytes, job: dict) -> str | None:
+def install_on(contact, archive: bytes, job: dict) -> str | None:
     """Prints what is done on the host. Returns why it is not complete, None if it is."""
-    with open(__file__, encoding="utf-8") as file:
-        words = host.ssh("sh", "-c", FIND_PYTHON, "sh", file.read(), host.python)
-    job = json.dumps({**job, "dir": host.dir, "python": host.python})
-    done = subprocess.run(words, input=job.encode() + b"\n" + archive, capture_output=True)
-    said, failure = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace").strip()
-    for line in said.splitlines():
+    host = contact.host
+    contact.send(json.dumps({**job, "dir": host.dir, "python": host.python}), archive)
+    for line in contact.lines():
         if line.startswith(MARK):
             print(f"{CLEAR}{host.label} | {line.removeprefix(MARK)}", flush=True)
-    last_line = failure.rpartition("\n")[2]
-    if done.returncode == 127:
-        return f"no Python 3.10 to 3.14 there ({last_line}): sudo apt-get install python3 python3-venv"
-    return ": ".join(host.explain(done.returncode, failure) or (last_line,)) if done.returncode else None
+    if contact.code == 127:
+        return f"no Python 3.10 to 3.14 there ({contact.last_line()}): sudo apt-get install python3 python3-venv"
+    return ": ".join(contact.explain() or [contact.last_line()]) if contact.code else None
 
 
 def install(hosts: list, root: str, project: list[str], environment: dict[str, str]) -> bool:
@@ -167,12 +163,16 @@ def install(hosts: list, root: str, project: list[str], environment: dict[str, s
 
     A host without python= gets the virtual environment `dir`/.venv, for what is started next, too.
     """
+    from remote_run import Contact, at_once  # not at the far end
+
     for host in hosts:
         if "python" not in host.given:
             host.python = os.path.join(host.dir, ".venv", "bin", "python")
     archive, job = archive_of(root), {"project": project, "environment": environment}
-    with ThreadPoolExecutor(len(hosts)) as pool:
-        start, runs = time.monotonic(), [pool.submit(install_on, host, archive, job) for host in hosts]
+    with open(__file__, encoding="utf-8") as file:
+        words = ["sh", "-c", FIND_PYTHON, "sh", file.read()]
+    with at_once(contacts := [Contact(host, *words, host.python) for host in hosts]) as pool:
+        start, runs = time.monotonic(), [pool.submit(install_on, contact, archive, job) for contact in contacts]
         while IS_TERMINAL and (left := [host.label for host, run in zip(hosts, runs) if not run.done()]):
             line = f"{time.monotonic() - start:.0f} s: {len(archive) / 1e6:.0f} MB and packages for {', '.join(left)}"
             print(f"{CLEAR}{line[:shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""A run as the launcher sees it: an ssh process a host, what it prints, when all have to end, and why one failed.
+"""A connection to a host, and a run as the launcher sees it: what hosts print, when all have to end, why one failed.
 
-The far end is host_run.py. Down ssh's standard input go the job and heartbeats, and what was started there ends when
-they do. What it prints comes back as `host | line`.
+The far end of a run is host_run.py. Down ssh's standard input go the job and heartbeats, and what was started there
+ends when they do. What it prints comes back as `host | line`.
 """
 
 import collections
@@ -15,12 +15,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import exits
-from agent import HAS_USER_ERROR
-from host_facts import ASKS
-from host_run import BEGUN
+from host_facts import ASKS, MARK
+from host_run import BEGUN, HAS_USER_ERROR
 from inventory import Host
 
 HEARTBEAT = 0.5  # seconds at most between two of them
@@ -34,34 +34,81 @@ STORE_TRACE = re.compile(r"^frame #\d+: |^<omitting python frames>|^Exception ra
                          r"\[c10d\] (recv|send)\w+ failed|^$")
 
 
+class Contact:
+    """An ssh process: what its words start on the host reads lines on standard input, and what that prints comes back,
+    on standard error, too. `code`: the exit code, when all has come."""
+
+    def __init__(self, host: Host, *words: str):
+        self.host, self.code, self.last = host, None, collections.deque(maxlen=200)
+        # In a session of its own ssh has no terminal to ask anything on, and Ctrl-C reaches the launcher alone.
+        self.process = subprocess.Popen(host.ssh(*words), start_new_session=True, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    def send(self, line: str = "", further: bytes = b"") -> None:
+        with contextlib.suppress(OSError, ValueError):  # ssh has ended, or its input was closed
+            self.process.stdin.write(line.encode() + b"\n" + further)
+            self.process.stdin.flush()
+
+    def lines(self) -> Iterator[str]:
+        """What comes back, as it comes; the `last` lines are kept."""
+        for line in self.process.stdout:
+            self.last.append(line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2])  # as of a progress bar
+            yield self.last[-1]
+        self.code = self.process.wait()
+
+    def ask(self, seconds: float, question) -> dict | tuple[str, str, str]:
+        """The answer; where there is none within `seconds`: (what is wrong, details, cure)."""
+        watchdog = threading.Timer(seconds, self.process.kill)
+        watchdog.start()
+        self.send(json.dumps(question))
+        answer = next((line for line in self.lines() if MARK in line), None)
+        watchdog.cancel()
+        if answer:
+            return json.loads(answer.partition(MARK)[2])
+        name, cure = self.explain() or (
+            "no answer", f"see what it is busy with, and whether {self.host.python} starts there")
+        return name, f"exit code {self.code}: {self.last_line()}" if self.code > 0 else f"in {seconds} seconds", cure
+
+    def explain(self) -> tuple[str, str] | None:
+        return self.host.explain(self.code, "\n".join(self.last))
+
+    def last_line(self) -> str:
+        return next(filter(str.strip, reversed(self.last)), "")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@contextlib.contextmanager
+def at_once(contacts: list[Contact]) -> Iterator[ThreadPoolExecutor]:
+    """Threads to use all contacts at the same time, which end then, also on Ctrl-C."""
+    with ThreadPoolExecutor(len(contacts) or 1) as pool:
+        try:
+            yield pool
+        finally:
+            for contact in contacts:
+                contact.end()
+
+
 def far_end(host: Host, program: str) -> list[str]:
-    """The local command line that starts a program of this folder on a host."""
-    return host.ssh(host.python, os.path.join(host.dir, "cluster", "hosts", program))
+    """The words that start a program of this folder on a host."""
+    return [host.python, os.path.join(host.dir, "cluster", "hosts", program)]
 
 
-class Run:
-    """The ssh process of one host: sends the job, prints what comes back, and puts itself in the launch's `events` at
-    its end.
+class Run(Contact):
+    """The part of one host: sends the job, prints what comes back, and puts its end among the launch's `events`.
 
-    A line that the launch's `alarm` matches is put there at once, as (run, line). Where there is one, stack traces of
+    A line that the launch's `alarm` matches is put there at once. Where there is one, stack traces of
     torch's stores are not printed: a lost host leaves many lines of them on all others. `quiet`: print nothing until it
-    has begun.
+    has begun. The first line that is sent is the job; empty ones are heartbeats, others what the user types, as JSON.
     """
 
     def __init__(self, launch: "Launch", host: Host, quiet: bool):
-        self.host, self.quiet, self.code, self.heard, self.has_begun = host, quiet, None, time.monotonic(), False
-        self.last = collections.deque(maxlen=200)
-        # In a session of its own ssh has no terminal to ask anything on, and Ctrl-C reaches the launcher alone.
-        self.process = subprocess.Popen(far_end(host, launch.program), start_new_session=True, stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        super().__init__(host, *far_end(host, launch.program))
+        self.quiet, self.heard, self.has_begun = quiet, time.monotonic(), False
         self.send(json.dumps(launch.make_job(launch.hosts, host)))
         threading.Thread(target=self.read, args=[launch], daemon=True).start()
-
-    def send(self, line: str = "") -> None:
-        """The first line is the job; empty ones are heartbeats, others what the user types, as JSON."""
-        with contextlib.suppress(OSError, ValueError):  # ssh has ended, or its input was closed
-            self.process.stdin.write(line.encode() + b"\n")
-            self.process.stdin.flush()
 
     def send_input(self) -> None:
         """Sends what the user types to this host, from when a script there asks for it."""
@@ -72,25 +119,22 @@ class Run:
 
     def read(self, launch: "Launch") -> None:
         prefix = f"{self.host.label:<{launch.width}} | "
-        for line in self.process.stdout:
+        for text in self.lines():
             self.heard = time.monotonic()
-            text = line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]  # what a progress bar shows last
-            self.last.append(text)
             if BEGUN.match(text):
                 self.has_begun, self.quiet = True, False
             if text == ASKS:
                 threading.Thread(target=self.send_input, daemon=True).start()
             if launch.alarm and launch.alarm.search(text):
-                launch.events.put((self, text))
+                launch.events.put((launch.heard, self, text))
             if self.quiet or launch.alarm and STORE_TRACE.search(text):
                 continue
             try:
                 sys.stdout.write(f"{prefix}{text}\n")
                 sys.stdout.flush()
             except OSError:
-                launch.events.put(signal.SIGPIPE)  # nobody reads any more
-        self.code = self.process.wait()
-        launch.events.put(self)
+                launch.events.put((launch.signalled, signal.SIGPIPE))  # nobody reads any more
+        launch.events.put((launch.has_ended, self))
 
     def stop(self, since: float) -> None:
         """Closing its input makes host_run.py end all; where the host is out of reach, ssh itself is ended.
@@ -119,7 +163,7 @@ class Launch:
 
     def __init__(self, hosts: list[Host], make_job: Callable[[list[Host], Host], dict]):
         self.hosts, self.make_job, self.width = hosts, make_job, max(len(host.label) for host in hosts)
-        self.events, self.running = queue.SimpleQueue(), {}
+        self.events, self.running = queue.SimpleQueue(), {}  # an event: a method, and its arguments but the time
         self.try_at: dict[str, float] = {}  # when a host that does not run may be started; without it at any time
         self.tried: set[str] = set()  # were started again, and have not begun yet
         self.failed, self.is_quiet, self.code, self.stop_at = [], False, exits.DONE, NEVER
@@ -135,21 +179,13 @@ class Launch:
     def run(self) -> int:
         """Starts the hosts, and waits until all have ended. The exit code."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda number, frame: self.events.put(number))
+            signal.signal(number, lambda number, frame: self.events.put((self.signalled, number)))
         self.start(is_again=False)
         while self.running or self.goes_on():
-            event = None
             with contextlib.suppress(queue.Empty):
-                event = self.events.get(timeout=HEARTBEAT)
-            now = time.monotonic()
-            if isinstance(event, Run):
-                del self.running[event.host.label]
-                self.ended(event, now)
-            elif isinstance(event, tuple):
-                self.heard(*event, now)
-            elif event:
-                self.stop(now, exits.after(event))
-            self.look_around(now)
+                happened, *what = self.events.get(timeout=HEARTBEAT)
+                happened(*what, time.monotonic())
+            self.look_around(now := time.monotonic())
             for run in self.running.values():
                 if now < self.stop_at:
                     run.send()
@@ -157,6 +193,9 @@ class Launch:
                     run.quiet = self.is_quiet
                     run.stop(self.stop_at)
         return self.report() if self.failed else self.code
+
+    def signalled(self, number: int, now: float) -> None:
+        self.stop(now, exits.after(number))
 
     def stop(self, at: float, code: int, is_quiet: bool = False) -> None:
         """All hosts end what they run. The first reason gives the exit code. `is_quiet`: they print nothing from then
@@ -169,6 +208,10 @@ class Launch:
         if now < self.stop_at:  # what ends later was told to
             self.failed.append(run)
             self.stop(now + GRACE, exits.FAILED, is_quiet=True)
+
+    def has_ended(self, run: Run, now: float) -> None:
+        del self.running[run.host.label]
+        self.ended(run, now)
 
     def ended(self, run: Run, now: float) -> None:
         if run.code:
@@ -198,7 +241,7 @@ class Launch:
         end = next((index for index, line in enumerate(lines, 1) if PROCESS_ENDED.search(line)), None)
         print(f"\nlaunch_cluster: {run.host.label} (node rank {run.host.rank}) failed first, with exit code {run.code}",
               file=sys.stderr)
-        if explained := run.host.explain(run.code, "\n".join(lines)):
+        if explained := run.explain():
             say(": ".join(explained))
         say("its last lines:" if lines else "it printed nothing")
         print("".join(f"    {line}\n" for line in lines[:end][-12:]), end="", file=sys.stderr)

@@ -47,16 +47,30 @@ def make_tools(folder: pathlib.Path) -> pathlib.Path:
              "python_old": f"#!/bin/sh\nTORCH=2.9.1 AHEAD=40 {start}"}
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    for name in ("python", "python_old", "ssh"):
-        (folder / name).chmod(0o755)
+        write_program(folder / name, text)
     return folder
+
+
+def write_program(path: pathlib.Path, text: str) -> pathlib.Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def write_ssh(folder: pathlib.Path, *first: str) -> pathlib.Path:
+    """A stand-in for ssh that runs these lines of a shell before the command, with all words of ssh as its own."""
+    return write_program(folder / "ssh", STAND_IN_SSH.replace("exec", "\n".join([*first, "exec"])))
 
 
 def write_whole(path: pathlib.Path, text: str) -> pathlib.Path:
     """Another process that reads the file meanwhile, or waits for it, sees none of the text or all of it."""
     path.with_suffix(".new").write_text(text)
     return path.with_suffix(".new").replace(path)
+
+
+def lines_of(tools: pathlib.Path, labels: str, options: str = "") -> list[str]:
+    """Of a hosts.txt, for hosts of one letter that all are this machine."""
+    return [f"{label} iface=lo python={tools / 'python'} {options}" for label in labels]
 
 
 def write_hosts(folder: pathlib.Path, *lines: str) -> pathlib.Path:
@@ -73,8 +87,8 @@ class Launch(Command):
                  threads: str = "1", **variables):
         if tools:
             variables["PATH"] = f"{tools}:{os.environ['PATH']}"
-        super().__init__([ROOT / "cluster" / "launch_cluster.sh", hosts, *words], hosts.parent,
-                         SSH_OPTIONS=options, PYTHON=sys.executable, OMP_NUM_THREADS=threads, **variables)
+        variables = {"PYTHON": sys.executable, **variables, "SSH_OPTIONS": options, "OMP_NUM_THREADS": threads}
+        super().__init__([ROOT / "cluster" / "launch_cluster.sh", hosts, *words], hosts.parent, **variables)
 
     @property
     def lines(self) -> list[str]:
@@ -98,6 +112,15 @@ class Launch(Command):
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             raise
+
+
+    def expect(self, code: int, *patterns: str, seconds: float = 60) -> str:
+        """All that it printed, once it has ended with this exit code, and has printed what matches the patterns."""
+        found, text = self.end(seconds)
+        assert found == code, f"exit code {found}:\n{text}"
+        for pattern in patterns:
+            assert re.search(pattern, text, re.M), f"no {pattern!r} in:\n{text}"
+        return text
 
 
 def runs(pid: int) -> bool:
