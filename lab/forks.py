@@ -30,6 +30,8 @@ import torch.distributed as dist
 from datasets import load_dataset  # noqa: F401
 from transformers import AutoConfig, AutoTokenizer
 
+import torch._dynamo  # noqa: F401  which the first optimizer imports, in each rank anew
+
 
 def run_rank(job: dict, rank: int, port: int) -> int:
     """In the rank's process: runs the script and returns its exit code."""

@@ -109,12 +109,14 @@ def pytest_report_header() -> str:
 
 
 def not_drawn(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of each test that is marked drawn(n), all cases but n of them at most. The shares of a table, which chance has
-    dealt once and for all, take turns: as many draws in a row as there are shares have every case."""
+    """Of each test that is marked drawn(n), or of its cases that are slow(drawn=n), all but n of them at most. The shares
+    of a table, which chance has dealt once and for all, take turns: as many draws in a row as there are shares have every
+    case."""
     tables, left_out = defaultdict(list), set()
     for item in items:
-        if drawn := item.get_closest_marker("drawn"):
-            tables[item.function, drawn.args[0]].append(item)
+        drawn, slow = map(item.get_closest_marker, ("drawn", "slow"))
+        if count := drawn.args[0] if drawn else slow and slow.kwargs.get("drawn"):
+            tables[item.function, count].append(item)
     for (_, count), cases in tables.items():
         shares = -(-len(cases) // count)
         dealt = random.Random(0).sample(cases, len(cases))

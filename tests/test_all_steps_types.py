@@ -32,8 +32,9 @@ def test_a_right_trainer_is_not_refused(kind):
     assert check_trainer(kind, RIGHT) == ""
 
 
-@pytest.mark.parametrize("grid", [pytest.param(grid, marks=() if grid in (first, last) else pytest.mark.slow)
-                                  for first, *others, last in OF_STEP.values() for grid in (first, *others, last)])
+@pytest.mark.parametrize("grid", [
+    pytest.param(grid, marks=() if grid in (first, last) else pytest.mark.slow(drawn=4))
+    for first, *others, last in OF_STEP.values() for grid in (first, *others, last)])
 def test_a_right_step_is_not_refused(grid):
     assert checks.healthy_alarms(grid, ["types"]) == []
 

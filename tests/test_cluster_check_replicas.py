@@ -113,8 +113,7 @@ def test_a_flipped_bit_is_named(folder, run_code, seed):
         assert losses(folder / "runs", f"flip{seed}") == losses(folder / "runs", f"plain{seed}")
 
 
-@pytest.mark.slow
-@pytest.mark.drawn(5)
+@pytest.mark.slow(drawn=3)
 @pytest.mark.parametrize("seed", SEEDS[3:])
 def test_further_flipped_bits(folder, run_code, seed):
     test_a_flipped_bit_is_named(folder, run_code, seed)
@@ -216,8 +215,7 @@ def test_nothing_to_compare(folder, run_code, env, ranks, code, said):
     assert (done.stdout + done.stderr).count(said) == 1 and "replicas compare" not in done.stdout, done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.drawn(5)
+@pytest.mark.slow(drawn=2)
 @pytest.mark.parametrize("seed", range(1, 17))
 def test_further_healthy_runs(folder, run_code, seed):
     test_healthy_runs_go_on(folder, run_code, seed)
@@ -284,7 +282,7 @@ def end(run: Launch) -> str:
     return text
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow(drawn=1)) for n in (1, 2))])
 def test_an_elastic_run(elastic, seed):
     """A process is killed; the generations without it and with the new one raise no alarm. Then a bit flips: the run
     ends with code 2, and nothing starts anew."""

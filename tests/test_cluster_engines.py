@@ -80,7 +80,7 @@ def expected(tmp_path_factory):
     return expected
 
 
-@pytest.mark.slow
+@pytest.mark.slow(drawn=2)
 @pytest.mark.parametrize("launcher, name", [
     ("TorchX", "resume"), ("Open MPI", "step 8"), ("MPICH", "step 9"), ("Ray", "step 9")])
 def test_the_same_losses(launcher, name, expected, tmp_path):

@@ -142,7 +142,7 @@ def whole(key: str, parts: list[torch.Tensor], shape: torch.Size) -> torch.Tenso
 
 
 CASES = [("llama", "pairs", "3;1,2"), ("llama", "pairs", "tp2"), ("gpt2", "text", "1,rest x tp2"),
-         *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+         *(pytest.param(*case, marks=pytest.mark.slow(drawn=1)) for case in [
              ("gpt2", "pairs", "1,1,1"), ("glm4", "text", "tp2"), ("qwen3", "text", "tp2"), ("olmo2", "text", "tp2")])]
 
 

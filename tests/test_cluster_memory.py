@@ -27,7 +27,7 @@ def model(tmp_path_factory):
     return MODEL if MODEL.is_dir() else write_model(made, "llama", "bfloat16", **SHAPES)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(drawn=2)
 @pytest.mark.parametrize("case", CASES)
 def test_peak_memory_of_stages(tmp_path, model, case):
     """Within 15 %. Three stages of 10 layers, 1F1B with four micro-batches: 3, 2 and 1 of them are live."""

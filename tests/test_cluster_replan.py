@@ -129,8 +129,8 @@ CASES = {  # ranks, flags, speeds, what has to be in the output
 STEPS = 24
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case == "a plan" else pytest.mark.slow)
-                                  for case in CASES])
+@pytest.mark.parametrize("case", [
+    pytest.param(case, marks=() if case == "a plan" else pytest.mark.slow(drawn=1)) for case in CASES])
 def test_a_run_that_moved_equals_one_that_did_not(folder, run_code, case):
     """Losses and weights, to 1e-11: no sample is read twice or never, and no moment is lost."""
     from safetensors.torch import load_file

@@ -87,8 +87,8 @@ def in_one_process(path, adapter=None, **settings) -> str:
     return re.sub("\r\n?", "\n", written)  # as a file is read
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow)
-                                  for kind in KINDS])
+@pytest.mark.parametrize("kind", [
+    pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow(drawn=1)) for kind in KINDS])
 def test_the_texts_of_one_process(folder, kind):
     """Greedy, five prompts of unlike length at once, longer than the windows of attention."""
     path, layers = model_of(folder, kind), KINDS[kind][1]

@@ -68,8 +68,7 @@ def test_blank_is_a_sentence(name, tmp_path):
         verdict(one, stub(one), tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.drawn(35)
+@pytest.mark.slow(drawn=16)
 @pytest.mark.parametrize("name", EXERCISES)
 def test_wrong_answers_are_refused(name, tmp_path):
     one, ours = EXERCISES[name], solution(EXERCISES[name])
@@ -83,7 +82,7 @@ def test_wrong_answers_are_refused(name, tmp_path):
         assert len(found.message.splitlines()) <= 30 and "Traceback" not in found.message
 
 
-@pytest.mark.slow
+@pytest.mark.slow(drawn=7)
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_usual_multiple_is_named(name, tmp_path):
     """With the mistakes of its own, each exercise that counts names ten."""
@@ -147,7 +146,7 @@ def test_no_argument_can_be_left_out(name):
             assert not all(map(near, answers, right, [COUNTS[name].unit] * len(sizes))), f"accepted: {key} as {guess}"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(drawn=8)
 @pytest.mark.parametrize("name", RIGHT)
 def test_another_right_answer_is_accepted(name, tmp_path):
     found = verdict(EXERCISES[name], RIGHT[name], tmp_path)

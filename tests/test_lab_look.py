@@ -34,7 +34,7 @@ def test_cases_are_all_steps():
     assert {*map(str, CASES), "1"} == {*STEPS}
 
 
-@pytest.mark.parametrize("step", [pytest.param(step, marks=[pytest.mark.slow] * (step not in (2, 5, 9, 11, 16)))
+@pytest.mark.parametrize("step", [pytest.param(step, marks=[pytest.mark.slow(drawn=4)] * (step not in (2, 5, 9, 11, 16)))
                                   for step in CASES])
 def test_each_step_answers(step):
     flags, size = CASES[step]

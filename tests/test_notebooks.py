@@ -82,7 +82,7 @@ def test_the_address_is_written_where_it_is_needed(tmp_path, monkeypatch):
             assert address in (tmp_path / chapter / "README.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(drawn=6)
 @pytest.mark.parametrize("step", [step for step in STEPS if step != "1"])
 def test_the_command_of_each_chapter_runs(step):
     words = re.search(r"`python -m lab (.*?)`", (STEPS[step] / "README.md").read_text(encoding="utf-8"))[1].split(" ", 1)
@@ -90,8 +90,9 @@ def test_the_command_of_each_chapter_runs(step):
     assert words[0] == step and result.rows
 
 
-@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=() if path.stem == QUICK else pytest.mark.slow)
-                                  for path in reversed(NOTEBOOKS)])  # the site runs them in their order, and both keep
+@pytest.mark.parametrize("path", [
+    pytest.param(path, id=path.stem, marks=() if path.stem == QUICK else pytest.mark.slow(drawn=3))
+    for path in reversed(NOTEBOOKS)])  # the site runs them in their order, and both keep
 def test_a_fresh_kernel_prints_what_it_printed(path):
     text = (path.parent / "printed" / f"{path.stem}.txt").read_text(encoding="utf-8")
     assert printed(executed(path)) == text, f"python tools/maintain/notebooks.py --print {path.stem}"

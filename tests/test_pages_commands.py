@@ -108,7 +108,7 @@ def paste(page: pathlib.Path, here: list[Block], folder: pathlib.Path, place=lam
     assert not any(wrong), f"{len([*filter(None, wrong)])} of {len(wrong)} blocks of {page}:\n\n" + "\n\n".join(wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(drawn=15)
 @EACH_PAGE
 def test_first_block(page, clone):
     paste(page, to_run(page)[:1], clone)

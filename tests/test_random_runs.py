@@ -73,7 +73,7 @@ MISTAKES = {  # flags that follow the others -> what the message names
     ("--gather_once", "--zero", 0): "--zero", ("--sequence_parallel", "--tp_size", 1): "--tp_size 1"}
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_compositions_of_the_last_step(count, tmp_path):
     """Experts with any axes: what is legal computes the same, and a mistake in it is one line that names the values."""
     exact, refused, chance = 0, 0, random.Random(os.environ["DRAW"])

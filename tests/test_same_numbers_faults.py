@@ -30,8 +30,7 @@ def test_a_trainer_is_right_and_its_faults_are_found(kind, tmp_path):
     check(tmp_path, 2, torch.float64, [kind])
 
 
-@pytest.mark.slow
-@pytest.mark.drawn(2)
+@pytest.mark.slow(drawn=2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_no_fault_is_missed_and_no_right_version_accused(ranks, dtype, tmp_path):

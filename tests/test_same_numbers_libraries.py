@@ -36,6 +36,7 @@ def run_rows(library: str, *names: str, **variables: str) -> list[dict]:
 
 
 @pytest.mark.trainers
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("library, name", ROWS)
 def test_another_library_is_right_and_a_factor_is_named(library, name):
     if not importlib.util.find_spec(library):
@@ -57,14 +58,14 @@ def rows_for_here():
 
 @pytest.mark.trainers
 def test_drawn_rows_of_the_scoreboard_are_as_its_page_says():
-    """Two of each library, then two more of each, until four minutes are used: at least six, of at least three."""
+    """Two of each library, then two more of each, until two minutes are used: at least six, of at least three."""
     rows, since, draw = rows_for_here(), time.time(), random.Random(os.environ.get("DRAW"))
     assert len(rows) >= 3, f"only of {[*rows]} are versions as the scoreboard's: make it again, or take constraints.txt"
     libraries, compared, differ = [*rows], [], []
     draw.shuffle(libraries)
     for _ in range(max(map(len, rows.values()))):
         for library in [each for each in libraries if rows[each]]:
-            if time.time() - since > 240 and len(compared) >= 6:
+            if time.time() - since > 120 and len(compared) >= 6:
                 break
             drawn = {row["row"]: row for row in draw.sample(rows[library], min(2, len(rows[library])))}
             rows[library] = [row for row in rows[library] if row["row"] not in drawn]

@@ -62,7 +62,7 @@ for sizes in ([2, 2, 2], [4, 2, 1], [5, 0, 1], [0, 0, 3]):
 """)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(drawn=1)
 @pytest.mark.parametrize("name", ["zero 2", "zero 1, shares 4,2,1,1", "zero 3, bfloat16"])
 def test_what_is_divided_is_not_held(name):
     """Of 26 million parameters. Buckets under way come on top, before the optimizer's step there are none."""

@@ -47,7 +47,8 @@ GENERATORS = (0,), (1,), (2,), (2, "--generator_tp_size", 2)
 
 
 @pytest.mark.parametrize("variant, trainers, generators, lag", [
-    pytest.param(*each, generators, lag, marks=() if (g - t) % 4 == 2 - lag and (t < 4 or lag) else pytest.mark.slow)
+    pytest.param(*each, generators, lag, marks=[pytest.mark.slow(drawn=6)] * (
+        (g - t) % 4 != 2 - lag or t >= 4 and not lag))
     for t, each in enumerate(TRAINERS) for g, generators in enumerate(GENERATORS) for lag in (0, 1)], ids=str)
 def test_any_layout_is_one_process(one, models, variant, trainers, generators, lag):
     expected = one(variant, lag)
@@ -162,7 +163,7 @@ def test_processes(tmp_path):
     assert sent.endswith("MB") and links == "2" and parts.count("->") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.slow(drawn=1)
 @pytest.mark.parametrize("lost, lag", [(0, 0), (1, 1), (2, 0)])
 def test_a_lost_rank_ends_all(tmp_path, lost, lag):
     """Two trainers and a generator under torchrun: whichever dies is named, none waits, and the others say nothing."""

@@ -9,8 +9,9 @@ from lab.launch import fork, losses
 
 COMMON = ["--num_hidden_layers", 2, "--seq_len", 32, "--learning_rate", 3e-4, "--micro_batch_size", 2]
 COUNT = """
-import atexit
+import atexit, functools, torch
 from torch._dynamo.utils import counters
+torch.compile = functools.partial(torch.compile, backend={!r})
 atexit.register(lambda: print("compiled", counters["frames"]["ok"], flush=True))
 """
 needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")),
@@ -18,12 +19,14 @@ needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++"
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype, tolerance", [
-    ("float32", 2e-4), pytest.param("bfloat16", 2e-2, marks=pytest.mark.slow)])
-def test_compiled_losses_are_those_of_the_eager_run(run_code, dtype, tolerance):
-    """The first of all runs compiles for half a minute; torch keeps what it has compiled for later ones."""
+@pytest.mark.parametrize("backend, dtype, tolerance", [
+    ("aot_eager", "float32", 2e-4), *(pytest.param("inductor", *each, marks=pytest.mark.slow)
+                                      for each in [("float32", 2e-4), ("bfloat16", 2e-2)])])
+def test_compiled_losses_are_those_of_the_eager_run(run_code, backend, dtype, tolerance):
+    """What torch.compile makes of the layers, run as it is; the slow tests compile it as --compile does, which takes half
+    a minute for the first of all runs. torch keeps what it has compiled for later ones."""
     flags = [*COMMON, "--max_tokens", 4 * 2 * 32, "--dtype", dtype]
-    eager, compiled = (run_code(1, 1, COUNT, *flags, *more, then="train.py", timeout=600).stdout
+    eager, compiled = (run_code(1, 1, COUNT.format(backend), *flags, *more, then="train.py", timeout=600).stdout
                        for more in ([], ["--compile"]))
     expected, found = (list(map(float, re.findall(r"loss (\S+)", printed))) for printed in (eager, compiled))
     assert len(expected) == 4 and found == pytest.approx(expected, abs=tolerance)
@@ -32,7 +35,7 @@ def test_compiled_losses_are_those_of_the_eager_run(run_code, dtype, tolerance):
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.slow(drawn=1)
 @pytest.mark.parametrize("step, ranks, grid", [
     (8, 8, ["--tp_size", 2, "--dp_size", 2, "--pp_size", 2, "--gradient_accumulation_steps", 2]),
     (9, 3, ["--pipelines", "1,1;2", "--num_microbatches", "3,1"]),

@@ -29,7 +29,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(drawn=1)
 @pytest.mark.parametrize("delay", [0.05, 0.1, 0.2, 0.3])
 def test_no_thread_aborts_the_end(tmp_path, delay):
     script = tmp_path / "script.py"

@@ -7,17 +7,18 @@ from lab.launch import MODELS, ROOT, STEPS, fork, losses
 
 SAMPLED = {1: ["gpt2-tied", "mixtral", "bert-tied", "vit", "gpt2-frozen"],  # tp_size -> cases: each kind of model once
            2: ["gpt2-tied", "gpt2-frozen", "qwen3-tied", "gpt-neox", "opt-projected", "llama-classifier",
-               "mixtral", "phi", "cohere", "glm4-moe", "apertus"],
-           4: ["phi", "cohere", "glm4-moe", "apertus"]}
+               "mixtral", "phi", "cohere", "glm4-moe", "apertus"]}
+WIDE = ["phi", "cohere", "glm4-moe", "apertus"]  # over four tp ranks as well
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_families_equal_the_plain_model(tmp_path, tp_size):
+@pytest.mark.parametrize("tp_size, cases", [
+    *SAMPLED.items(), *(pytest.param(4, [each], marks=pytest.mark.slow(drawn=1)) for each in WIDE)], ids=str)
+def test_families_equal_the_plain_model(tmp_path, tp_size, cases):
     """Over three ranks, or so many times tp_size, in one job: losses and norms of all steps, gradients of the first."""
     script = ROOT / "tests" / "support" / "families_in_pipelines.py"
-    fork(9, 3 * tp_size, tmp_path, tp_size, *SAMPLED[tp_size], script=script, modules=MODELS)
+    fork(9, 3 * tp_size, tmp_path, tp_size, *cases, script=script, modules=MODELS)
     results = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
-    assert len(results) == 3 * tp_size and all(result.keys() == set(SAMPLED[tp_size]) for result in results)
+    assert len(results) == 3 * tp_size and all(result.keys() == set(cases) for result in results)
     off = {f"{case}, {what}": worst for result in results for case, all_worst in result.items()
            for what, worst in zip(("loss", "gradient", "norm"), all_worst, strict=True) if not worst <= 1e-9}
     assert not off, off

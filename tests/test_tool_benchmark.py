@@ -26,7 +26,7 @@ def work(tmp_path_factory):
 
 
 @pytest.mark.parametrize("peer", [
-    pytest.param(run, id=name, marks=() if name == "Hugging Face" else pytest.mark.slow)
+    pytest.param(run, id=name, marks=() if name == "Hugging Face" else pytest.mark.slow(drawn=4))
     for name, run in RUNS.items() if run.step is None])
 def test_a_peer_does_our_work(peer, work):
     """Its losses and its gradient norm."""

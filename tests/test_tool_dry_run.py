@@ -55,9 +55,10 @@ CASES = {  # step, ranks, flags; experts_per_token is all experts, so that real 
 
 
 def cases(*quick: str):
-    """All of them; those that are not named here are slow."""
+    """All of them; those that are not named here are slow, and a run draws three of them."""
     return pytest.mark.parametrize("step, ranks, flags", [
-        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name not in quick)) for name, case in CASES.items()])
+        pytest.param(*case, id=name, marks=[] if name in quick else pytest.mark.slow(drawn=3))
+        for name, case in CASES.items()])
 
 
 def dry(step: int, ranks: int, rank: int, flags: list):
@@ -220,7 +221,7 @@ def engines(step: int) -> list[str]:
 QUICK = {(3, ""), (5, ""), (9, "1f1b"), (9, "afab"), (10, "zb"), (16, "interleaved"), (17, "1f1b")}
 
 
-@pytest.mark.drawn(15)
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize("step, engine", [
     pytest.param(step, engine, marks=[pytest.mark.slow] * ((step, engine) not in QUICK))
     for step in range(3, 19) for engine in engines(step)])
@@ -336,7 +337,8 @@ def flags_of(job, split, m: int) -> list:
     return flags
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 12))])
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("seed", range(12))
 def test_formulas_of_random_splits(seed):
     """Weights, averages and what is sent are equal, but that an uneven shard differs by a number; gradients, too, where
     they are not divided. What a rank holds when it holds most is nearly so."""

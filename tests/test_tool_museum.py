@@ -26,14 +26,13 @@ def test_each_record_is_small_and_published():
         assert sum(new.count("\n") for _, _, new in fault.edits) <= 15, name  # a programmer's mistake, not a program
 
 
-@pytest.mark.drawn(30)
+@pytest.mark.drawn(15)
 @pytest.mark.parametrize("name, check", sorted(OWN))
 def test_its_own_check_finds_a_fault(name, check):
     assert_that_it_says_what_the_record_says(name, check)
 
 
-@pytest.mark.slow
-@pytest.mark.drawn(20)
+@pytest.mark.slow(drawn=20)
 @pytest.mark.parametrize("name, check", sorted({(name, check) for name, fault in FAULTS.items() for check in CHECKS
                                                 if fault.is_step and not checks.cannot(fault, check)} - OWN))
 def test_the_checks_that_see_a_fault_are_those_of_its_record(name, check):
@@ -58,7 +57,7 @@ def test_an_edit_whose_text_is_gone_is_an_error(old, times):
     assert "-import time" in Program(4, edits=[Edit("train.py", "import time", "import this")]).diff()
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("where", TOPOLOGIES)
 def test_no_alarm_on_a_healthy_topology(where):
     assert checks.healthy_alarms(where) == []
