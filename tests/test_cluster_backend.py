@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 with modules_of(9):
     from model import Llama
+    from pipeline_template import PipelineTemplate
+    from planning.machines import Setting
     from run import layout
     from run.compression import CompressedAllReduce
     from utils import UserError, load_config
@@ -94,8 +96,8 @@ def test_tensor_parallel_ranks_are_alike(monkeypatch, rank_0_of_four):
 
     with torch.device("meta"):
         whole = Llama(load_config(str(ROOT / "assets" / "tiny_llama"), num_attention_heads=None))
-    templates = [layout.PipelineTemplate.from_layers_per_stage(whole, [whole.config.num_hidden_layers])] * 2
-    two = layout.Layout(templates, [1, 1], 1, layout.Setting(), tp_size=2)
+    templates = [PipelineTemplate.from_layers_per_stage(whole, [whole.config.num_hidden_layers])] * 2
+    two = layout.Layout(templates, [1, 1], 1, Setting(), tp_size=2)
     assert form("cuda", "cuda", "cpu", "cpu").dp_size == 2
     with pytest.raises(UserError, match="unlike devices, by rank: cuda, cpu, cpu, cuda: order the hosts"):
         form("cuda", "cpu", "cpu", "cuda")

@@ -17,6 +17,7 @@ from lab.launch import ROOT, modules_of
 
 with modules_of(9):
     import utils
+    from checkpoints.resume import Found
     from data import batches as data
     from data import encoded, rows
 
@@ -192,8 +193,7 @@ def test_a_full_disk_under_the_cache(tmp_path, monkeypatch):
     assert os.listdir(tmp_path / "cache") == []
 
 
-def test_text_that_is_not_packed_is_a_sample_a_document(tmp_path, monkeypatch):
-    monkeypatch.setattr(encoded, "CACHE", str(tmp_path / "cache"))
+def test_text_that_is_not_packed_is_a_sample_a_document(dataset, tmp_path):
     texts, words = ["One sentence.", "Another one, which is longer: " + "and on " * 40], load(TINY)
     (path := tmp_path / "texts").mkdir()
     for i, text in enumerate(texts):
@@ -285,7 +285,7 @@ def test_a_checkpoint_goes_on_with_its_own_data(dataset):
     """Also where the run that goes on needs more of them. What is behind those that were read is free to change."""
     lines = [{"text": f"This is sentence {i}."} for i in range(60)]
     args = flags(dataset(lines), seq_len=8)
-    found = argparse.Namespace(path="step_4", state={"data": encoded.load_samples(args, TINY, 1024, 10).read})
+    found = Found("step_4", "", {"data": encoded.load_samples(args, TINY, 1024, 10).read}, {})
     for changed, is_same in ((lines, True), (lines[:50], True), (lines[1:], False)):
         dataset(changed)
         for num_samples in (10, 20):
@@ -295,7 +295,7 @@ def test_a_checkpoint_goes_on_with_its_own_data(dataset):
                 continue
             with pytest.raises(utils.UserError, match="step_4 was trained on other data than .*--init_from step_4"):
                 encoded.require_same_data(found, args, TINY, 1024, read)
-    encoded.require_same_data(argparse.Namespace(state={}), args, TINY, 1024, read)  # an older one does not say
+    encoded.require_same_data(found._replace(state={}), args, TINY, 1024, read)  # an older one does not say
     encoded.require_same_data(None, args, TINY, 1024, read)
 
 

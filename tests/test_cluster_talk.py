@@ -170,25 +170,19 @@ def test_a_run_on_disks_of_their_own(folder, tmp_path):
 
 
 def test_the_cache_by_the_name_that_this_transformers_gives_it(monkeypatch):
-    class Base(torch.nn.Module):
-        def forward(self, input_ids, past_key_values=None):
-            """As until 5.23."""
+    """"past_key_values" until 5.23. What the base of a model takes, the model takes."""
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.base_model = Base()
-
-        def forward(self, input_ids, **kwargs):
-            """What its base takes, it takes."""
-
-    model = Model()
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    monkeypatch.setattr(LlamaForCausalLM, "forward", lambda self, input_ids, **kwargs: None)
+    monkeypatch.setattr(LlamaModel, "forward", lambda self, input_ids, past_key_values=None: None)
     assert stages.name_of_cache(model) == "past_key_values"
-    monkeypatch.setattr(Base, "forward", lambda self, input_ids, cache=None: None)
+    monkeypatch.setattr(LlamaModel, "forward", lambda self, input_ids, cache=None: None)
     assert stages.name_of_cache(model) == "cache"
-    monkeypatch.setattr(Base, "forward", lambda self, input_ids, kv_store=None: None)
+    monkeypatch.setattr(LlamaModel, "forward", lambda self, input_ids, kv_store=None: None)
     monkeypatch.setattr("transformers.__version__", "9.9")
-    with pytest.raises(NotImplementedError, match=r"Model takes no cache or past_key_values: .* this version, 9\.9, is new"):
+    with pytest.raises(NotImplementedError, match=r"takes no cache or past_key_values: .* this version, 9\.9, is new"):
         stages.name_of_cache(model)
 
 

@@ -27,14 +27,13 @@ class Lock:
         with disks.together(CANT_WRITE):
             if disks.leads:
                 self.file = open(os.path.join(disks.folder, ".lock"), "a+", encoding="utf-8")
-        with disks.together():
-            if self.file and not self.is_free():
-                raise UserError(f"a run in progress keeps its checkpoints in {disks.folder}: choose another --run_name")
-        if self.file:
-            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-                self.file.seek(0)
-                record = json.load(self.file)
-                self.before = {name: str(record[name]) for name in ("run_id", "launch")}
+                if not self.is_free():
+                    raise UserError(f"a run in progress keeps its checkpoints in {disks.folder}: choose another "
+                                    "--run_name")
+                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                    self.file.seek(0)
+                    record = json.load(self.file)
+                    self.before = {name: str(record[name]) for name in ("run_id", "launch")}
 
     def is_free(self) -> bool:
         """Whether this process has it now, or within a while."""

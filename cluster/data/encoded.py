@@ -132,8 +132,8 @@ def report_rows(args, truncated: int, left_out: int, count: int) -> None:
         raise UserError(f"--dataset_name {args.dataset_name!r} has no sample with a target among its first seq_len + 1 "
                         f"= {args.seq_len + 1} tokens: {remedy}")
     if truncated or left_out:
-        say(f"{truncated} rows are longer than seq_len + 1 = {args.seq_len + 1} tokens and were truncated; {left_out} "
-            f"samples have no target and are left out; {count} samples remain ({remedy}, to lose fewer)")
+        say(f"{truncated} rows are longer than seq_len + 1 = {args.seq_len + 1} tokens and were truncated; "
+            f"{left_out} samples have no target and are left out; {count} samples remain ({remedy}, to lose fewer)")
 
 
 def encode_for_all(dataset_name: str, *more) -> str:
@@ -175,25 +175,16 @@ def encode_data(dataset_name: str, tokenizer: str, seq_len: int, num_samples: in
         if os.path.exists(path):
             return path
     if (kind := first_kind(source)) == "text" and packing != "off":
-        count = num_samples * seq_len + 1
-        write(text, up_to(count, encode(texts(source), load_tokenizer(tokenizer))), count)
+        write(text, encode(texts(source), load_tokenizer(tokenizer)), num_samples * seq_len + 1)
         return text
     if packing == "text":
         raise UserError(f"--dataset_name {dataset_name!r} holds rows of the kind {kind}, and this training reads a "
                         "column 'text' of strings only: train_distributed.py without --local_steps reads the others")
     encoded = encode_rows(source, kind, unmarked(load_tokenizer(tokenizer)), width)
     header = [0] * (BEFORE + width)  # rows truncated, samples left out, the largest id
-    table = table_of(packed(encoded, width) if packing == "on" else encoded, width, num_samples, header)
+    table = table_of(packed(encoded, width) if packing == "on" else encoded, width, header)
     write(rows, table, num_samples * (BEFORE + width), header)
     return rows
-
-
-def up_to(count: int, parts: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    """The parts, until `count` numbers are there."""
-    for part in parts:
-        yield part[:count]
-        if (count := count - len(part)) <= 0:
-            break
 
 
 def packed(rows: Iterator[np.ndarray], width: int) -> Iterator[np.ndarray]:
@@ -207,9 +198,8 @@ def packed(rows: Iterator[np.ndarray], width: int) -> Iterator[np.ndarray]:
     yield left
 
 
-def table_of(rows: Iterator[np.ndarray], width: int, num_samples: int, header: list[int]) -> Iterator[np.ndarray]:
+def table_of(rows: Iterator[np.ndarray], width: int, header: list[int]) -> Iterator[np.ndarray]:
     """Rows as the file has them, (BEFORE + width,). Counts in `header` what is lost, and notes the largest id."""
-    written = 0
     for row in rows:
         header[0] += len(row) > width
         tokens = row[:width].copy()
@@ -219,14 +209,13 @@ def table_of(rows: Iterator[np.ndarray], width: int, num_samples: int, header: l
             continue
         header[2] = max(header[2], int(np.maximum(tokens, -1 - tokens).max()))
         yield np.array([len(tokens), (tokens >= 0).sum(), *tokens, *[0] * (width - len(tokens))], np.int32)
-        if (written := written + 1) >= num_samples:
-            break
 
 
 def write(path: str, parts: Iterator[np.ndarray], count: int, header: list[int] | None = None) -> None:
-    """Writes int32 numbers, `count` at most, to a file that appears under its name when it is whole. The header is read
+    """Writes the first `count` int32 numbers to a file that appears under its name when it is whole. The header is read
     at the end. Raises UserError where the folder can't be written.
     """
+    left = count
     try:
         os.makedirs(CACHE, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as name:
@@ -234,8 +223,10 @@ def write(path: str, parts: Iterator[np.ndarray], count: int, header: list[int] 
             with bar, open(unfinished := os.path.join(name, "unfinished"), "wb") as file:
                 file.seek(4 * len(header or ()))
                 for part in parts:
-                    file.write(part.astype(np.int32).tobytes())
-                    bar.update(len(part))
+                    file.write(part[:left].astype(np.int32).tobytes())
+                    bar.update(len(part[:left]))
+                    if (left := left - len(part)) <= 0:
+                        break
                 file.seek(0)
                 file.write(np.array(header or (), np.int32).tobytes())
             os.replace(unfinished, path)

@@ -103,8 +103,7 @@ class Rebalancer:
         stay = args.equal_shares or layout.setting.schedule == "afab" or has_router_loss(config) or (
             args.local_steps and args.num_microbatches)
         can_move, is_asked = len(layout.samples) > 1 and not stay, args.replan == "auto"
-        is_default = args.replan is None and not args.num_microbatches
-        if can_move and (is_asked or is_default):
+        if can_move and args.replan != "off" and (is_asked or not args.num_microbatches):
             unit = layout.samples[0] // layout.local_steps[0] if layout.local_steps else 1
             early = 1 if layout.local_steps and args.local_steps > EARLY else EARLY  # in rounds of so many steps
             self.rebalancing = Rebalancing(layout.samples, layout.micro_batch_size, unit, early)
