@@ -128,12 +128,12 @@ def answer(question: dict) -> int:
     # The clocks by which runs have started may have been set since: what is alive comes first.
     folder, state = max(jobs, key=lambda folder: (alive[folder], jobs[folder]["started"]), default=None), {}
     if question["ask"] == "follow":
-        is_there = folder and (is_alive(folder) or not question["again"])
+        is_there = folder and (alive[folder] or not question["again"])
         return watch(Follower(folder)) if is_there else exits.NO_PART
     if folder:
         with open(folder / "output", "rb") as file:
             lines = [line.decode(errors="replace").rstrip() for line in last_lines(file)]
-        state = {"job": jobs[folder], "is_alive": is_alive(folder), "code": exit_code(folder), "last": lines}
+        state = {"job": jobs[folder], "is_alive": alive[folder], "code": exit_code(folder), "last": lines}
         if question["ask"] == "stop" and state["is_alive"]:
             os.kill(int((folder / "pid").read_text()), signal.SIGTERM)
     print(MARK + json.dumps(state), flush=True)

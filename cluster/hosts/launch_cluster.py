@@ -18,6 +18,7 @@ import uuid
 import detached
 import exits
 import inventory
+from check_hosts import check
 from elastic import Elastic
 from host_facts import PROJECT
 from inventory import ROOT, Host, UserError, home_of, peer, read_hosts, require_elastic, without_password
@@ -109,11 +110,8 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
         require_elastic(hosts, args.hosts)
     if args.install and not install(hosts, ROOT, PROJECT, dict(args.env)):
         return exits.FAILED
-    if args.check:
-        from check_hosts import check
-
-        if not check(hosts, args.port):
-            return exits.FAILED
+    if args.check and not check(hosts, args.port):
+        return exits.FAILED
     if not command:
         return exits.DONE
     threads = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}

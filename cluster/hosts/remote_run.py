@@ -76,7 +76,8 @@ class Contact:
         return next(filter(str.strip, reversed(self.last)), "")
 
     def end(self) -> None:
-        self.process.kill()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)  # with what ssh has started here, as a ProxyCommand
         self.process.communicate()
 
 
