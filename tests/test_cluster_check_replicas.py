@@ -175,10 +175,10 @@ def test_unlike_weights_at_the_start(folder, run_code):
 import os
 from run.session import Session
 init = Session.__init__
-def nudge(session, args, start, generation, made, trained, *others):
+def nudge(session, args, start, made, trained, *others):
     if os.environ["RANK"] == "1":
         next(iter(trained.model.module.model.parameters())).data.view(-1)[0] += 1e-3
-    init(session, args, start, generation, made, trained, *others)
+    init(session, args, start, made, trained, *others)
 Session.__init__ = nudge
 """
     done = run_code("cluster", 3, code, *flags(folder, "unlike", 2, 4), *LAYOUTS["three"][2], then="train_distributed.py",
