@@ -116,8 +116,9 @@ class Start:
         A host that joins late may have such, too. Those before --resume DIR become this run's. Collective.
         """
         folder = self.disks.folder
-        states = read_states(folder) if self.disks.leads and self.is_own else {}  # one may be of this run if unreadable
-        own = {name: state for name, state in states.items() if run_of(state) in (None, run_of(self.found.state))
+        states = read_states(folder) if self.disks.leads and self.is_own else {}
+        own = {name: state for name, state in states.items()  # what can't be read may be of that run
+               if run_of(state) in (None, run_of(self.found.state))
                and not (self.is_another_run and step_of(name) > self.step)}
         move_aside(self.disks, lambda name: name not in own, self.found.name if self.is_own else None)
         with self.disks.together(CANT_WRITE):
