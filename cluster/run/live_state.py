@@ -196,26 +196,25 @@ def find_in_memory(generation, disks: Disks, device: torch.device) -> InMemory |
         return None
     commits = sorted({commit for _, _, commit, _ in known if commit})
     step = max([each for _, each, _, _ in known] + [commit.step for commit in commits])
-    written, is_current = min(written for *_, written in known), live is not None and live.generation == last
-    if is_current:
+    written = min(written for *_, written in known)
+    if live and live.generation == last:
         live.agree(commits)
         live.checkpointer.written = written
-        is_current = live.step == step
-    mine = live.tensors() if is_current else {}
-    specs = {key: (value.dtype, value.shape) for key, value in mine.items()}
-    everyone = disks.gather((specs, is_current and (live.everything, live.checkpointer.state(step))))
+    if live and (live.generation, live.step) != (last, step):
+        generation.forget()
+    live = generation.live
+    specs = {key: (value.dtype, value.shape) for key, value in live.tensors().items()} if live else {}
+    everyone = disks.gather((specs, live and (live.everything, live.checkpointer.state(step))))
     everything, state = next(facts for _, facts in everyone if facts)
     if not everything <= {key for each, _ in everyone for key in each}:
         generation.forget()
         if is_home():
             print("a part of the model was on lost hosts alone: all ranks go back to the last checkpoint", flush=True)
         return None
-    if is_current:
+    if live:
         live.generation = generation.number
         for param in live.stage.model.parameters():
             param.grad = None  # all have taken the step that they were for
-    else:
-        generation.forget()
     commit = next((each for each in commits if each.step == step), None)
     found = Found(name_of_step(step), disks.folder, state, {})
     return InMemory(generation, disks, device, found, [each for each, _ in everyone], commit, written)
