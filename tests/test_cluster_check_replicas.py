@@ -3,6 +3,7 @@
 Each run draws its layout, its flip and its numbers of steps from its seed. FLIP_SEED=17 makes one of them again.
 """
 
+import json
 import os
 import pathlib
 import random
@@ -174,10 +175,10 @@ def test_unlike_weights_at_the_start(folder, run_code):
 import os
 from run.session import Session
 init = Session.__init__
-def nudge(session, args, start, generation, made, trained, *others):
+def nudge(session, args, start, made, trained, *others):
     if os.environ["RANK"] == "1":
         next(iter(trained.model.module.model.parameters())).data.view(-1)[0] += 1e-3
-    init(session, args, start, generation, made, trained, *others)
+    init(session, args, start, made, trained, *others)
 Session.__init__ = nudge
 """
     done = run_code("cluster", 3, code, *flags(folder, "unlike", 2, 4), *LAYOUTS["three"][2], then="train_distributed.py",
@@ -265,6 +266,26 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     if launched and launched[0].process.poll() is None:
         os.killpg(launched[0].process.pid, signal.SIGINT)
         launched[0].end()
+
+
+def test_a_survivor_that_was_sent_a_layer_is_no_witness(folder, run_code):
+    """Rank 0 has a wrong bit, and rank 1 has not. Rank 3 ends, and layers move: rank 2 is sent what rank 0 holds."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        run = {"id": "moves", "token": "token", "hosts": ["127.0.0.1"], "host": 0, "port": free.getsockname()[1],
+               "at_least": 1, "at_most": 1, "nproc": 4}
+    code = FLIP.format(flip=(0, 3, "", 1 << 22, 0.0)) + """
+def leave(session, step, *others):
+    if step == 4 and os.environ["LOCAL_RANK"] == "3":
+        os._exit(0)
+    return flip(session, step, *others)
+
+Session.after_step = leave
+"""
+    words = flags(folder, "moves", 10_000, 10_000, save_every=None)
+    done = run_code("cluster", 4, code, *words, "--pipelines", "4;2,1,1|4;4;4", "--num_microbatches", "2,2|1,1,2",
+                    then="train_distributed.py", check=False, env={"ELASTIC_RUN": json.dumps(run)})
+    said = r"error: after step \d rank 0 on \S+ and rank 1 on \S+ differ in embedding.weight; two replicas cannot tell"
+    assert re.search(said, done.stderr), done.stdout + done.stderr
 
 
 def kill(run: Launch, rank: int) -> None:

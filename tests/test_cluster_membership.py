@@ -10,7 +10,6 @@ import random
 import socket
 import threading
 import time
-import types
 
 import pytest
 from lab.launch import modules_of
@@ -249,7 +248,7 @@ def test_three_processes_meet_over_sockets(monkeypatch, tmp_path):
 
 def test_a_meeting_is_left_while_another_process_is_answered(monkeypatch, tmp_path):
     """The main thread leaves it, and so what it has led to, while a thread of the listener reads that."""
-    it, kept = member(monkeypatch, tmp_path, 0, 1), types.SimpleNamespace(keep=lambda: None)
+    it = member(monkeypatch, tmp_path, 0, 1)
     agreed = roster.Roster(1, (it.me,), ("127.0.0.1", 1), "secret")
 
     class Left(rendezvous.Meeting):
@@ -258,9 +257,10 @@ def test_a_meeting_is_left_while_another_process_is_answered(monkeypatch, tmp_pa
     it.meeting = Left(it)
     it.meeting.basis = {it.me.key: []}
     reads = [None, agreed]
-    assert it.answer({"kind": "link", "secret": "secret"}, kept) == {"ok": True}
+    assert call(it.me.endpoint, b"token", {"kind": "link", "secret": "secret"}) == {"ok": True}
     reads = [None, agreed]
-    assert it.answer({"kind": "meet", "me": dataclasses.asdict(it.me), "knows": []}, kept)["roster"]["secret"] == "secret"
+    meets = {"kind": "meet", "me": dataclasses.asdict(it.me), "knows": []}
+    assert call(it.me.endpoint, b"token", meets)["roster"]["secret"] == "secret"
 
 
 def test_a_port_that_stays_taken_is_one_error_that_names_the_holder(monkeypatch, tmp_path):

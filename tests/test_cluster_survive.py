@@ -1,6 +1,5 @@
 """What ends a wait in an elastic run: a process that is lost or leaves, others that wait to be taken in, a signal."""
 
-import functools
 import json
 import os
 import signal
@@ -8,14 +7,12 @@ import socket
 import sys
 import threading
 import time
-import types
 
 import pytest
 from lab.launch import ROOT, modules_of
 
 with modules_of(9):
     from membership import failure_detector
-    from membership.channel import Listener
     from membership.failure_detector import FailureDetector
     from membership.rendezvous import Members
     from membership.roster import Member, Roster
@@ -28,24 +25,20 @@ SECRET = "of the generation"
 
 
 @pytest.fixture
-def members(monkeypatch):
-    """members(count): they share a process here, so what one of them shuts down would be another one's, too."""
+def members(monkeypatch, tmp_path):
+    """members(count): of one generation, to which they have agreed. They share a process here, so what one of them
+    shuts down would be another one's, too."""
     monkeypatch.setattr(FailureDetector, "shut", lambda self: None)
-    return make_members
 
+    def members(count: int) -> list[Members]:
+        record = {"id": "run", "token": "token", "hosts": [f"127.0.0.{rank + 1}" for rank in range(count)], "port": 1,
+                  "at_least": 1, "at_most": count, "nproc": 1}
+        made = [Members({**record, "host": rank}, str(tmp_path / "members"), 1) for rank in range(count)]
+        for it in made:
+            it.meeting.next = Roster(1, tuple(each.me for each in made), ("127.0.0.1", 1), SECRET)
+        return made
 
-def make_members(count: int):
-    """Members of one generation, which have agreed to it."""
-    made = []
-    for rank in range(count):
-        it = types.SimpleNamespace(links=[], contacts=types.SimpleNamespace(token=b"token"))
-        it.not_reached, it.could_not_reach = [], lambda member, it=it: it.not_reached.append(member.key)
-        it.listener = Listener(b"token", functools.partial(Members.answer, it), f"127.0.0.{rank + 1}")
-        it.me = Member(f"key {rank}", rank, f"127.0.0.{rank + 1}", 0, it.listener.port, 1)
-        made.append(it)
-    for it in made:
-        it.next = Roster(1, tuple(each.me for each in made), ("127.0.0.1", 1), SECRET)
-    return made
+    return members
 
 
 def within(seconds: float, condition) -> bool:
@@ -71,16 +64,16 @@ def test_who_leaves_is_missed_by_all(members):
 def test_a_member_that_does_not_come(members, monkeypatch):
     monkeypatch.setattr(failure_detector, "JOINING", 0.2)
     everyone = members(2)
-    everyone[1].next = None
+    everyone[1].meeting.next = None
     with pytest.raises(lost.MembershipChanged, match="127.0.0.2"):
         FailureDetector(everyone[0])
     with socket.create_server(("127.0.0.3", 0)) as gone:
         port = gone.getsockname()[1]
-    everyone[0].next = Roster(1, (everyone[0].me, Member("x", 2, "127.0.0.3", 0, port, 1)), ("127.0.0.1", 1), SECRET)
-    assert not everyone[0].not_reached  # it answers
+    everyone[0].meeting.next = Roster(1, (everyone[0].me, Member("x", 2, "127.0.0.3", 0, port, 1)), ("127.0.0.1", 1), SECRET)
+    assert not everyone[0].contacts.not_reached  # it answers
     with pytest.raises(lost.MembershipChanged, match="127.0.0.3 is lost"):
         FailureDetector(everyone[0])
-    assert everyone[0].not_reached == ["x"]
+    assert everyone[0].contacts.not_reached == {"x": 1}
 
 
 def test_no_connection_stays_open_over_many_generations(members):
@@ -98,17 +91,19 @@ def test_no_connection_stays_open_over_many_generations(members):
 def test_shut_wakes_a_blocked_receive_and_leaves_other_sockets_alone(run_code, tmp_path):
     """Two processes; one waits in a receive of gloo's for what the other never sends."""
     run_code("cluster", 2, """
-import os, pathlib, socket, threading, time, types
+import os, pathlib, socket, threading, time
 import torch, torch.distributed as dist
 from membership.failure_detector import FailureDetector
+from membership.rendezvous import Members
+from membership.roster import Roster
 from ranks.lost import is_lost_peer
-from ranks.sockets import connections
 done, server = pathlib.Path(sys.argv[1]), socket.create_server(("127.0.0.1", 0))
 mine = socket.create_connection(server.getsockname())
 other, _ = server.accept()
-detector = object.__new__(FailureDetector)
-detector.before = {inode for inode, _ in connections()}
-detector.links, detector.members = {}, types.SimpleNamespace(links=[])
+members = Members({"id": "run", "token": "token", "hosts": ["127.0.0.1"], "port": 1, "host": 0, "at_least": 1,
+                   "at_most": 1, "nproc": 1}, sys.argv[1], 1)
+members.meeting.next = Roster(1, (members.me,), ("127.0.0.1", 1), "secret")
+detector = FailureDetector(members)
 dist.init_process_group("gloo")
 group = dist.new_group(backend="gloo")
 dist.barrier(group)
@@ -200,14 +195,14 @@ with one_error_of_all(""), end_of_elastic_run():
     assert all(text.count("a start") == 1 for text in texts) and "".join(texts).count("error: a mistake") == 1, texts
 
 
-def test_the_agreement_hears_of_newcomers(world_of_one, monkeypatch):
+def test_the_agreement_hears_of_newcomers(world_of_one, signals):
     """Those who call while a generation trains are taken in at a step's end."""
     waiting = []
-    it = StopAgreement(lambda: waiting, types.SimpleNamespace(asked=0, ready=False))
+    it = StopAgreement(lambda: waiting, signals)
     assert it.agree() == 0 and it.has_newcomers is False
     waiting.append("somebody")
     assert it.agree() == 0 and it.has_newcomers is True
-    it.signals.asked = signal.SIGTERM
+    signals.asked = signal.SIGTERM
     assert it.agree() == signal.SIGTERM
     it.begin()
-    assert it.signals.ready
+    assert signals.ready

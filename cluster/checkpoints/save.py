@@ -56,15 +56,16 @@ class Shard(NamedTuple):
 
 
 class Checkpointer:
-    """Writes checkpoints of one run into `folder`. All ranks make one together, and call save() for the same steps.
+    """Writes checkpoints of one run into the folder of `disks`. All ranks make one together, and call save() for the
+    same steps.
 
     `model`, `optimizer`: what plugin.configure returned. `describe(step)`: what state.json says besides. `small`: the
     content of config.json and the tokenizer's files, by name.
     """
 
-    def __init__(self, folder: str, disks: Disks, model, optimizer: torch.optim.Optimizer, scheduler,
+    def __init__(self, disks: Disks, model, optimizer: torch.optim.Optimizer, scheduler,
                  describe: Callable, small: dict[str, bytes], keep: int = 2):
-        self.folder, self.disks, self.stage = folder, disks, model.module
+        self.folder, self.disks, self.stage = disks.folder, disks, model.module
         self.optimizer, self.scheduler = optimizer, scheduler
         self.describe, self.small, self.keep = describe, small, keep
         grid = self.grid = pgm.process_group_manager
@@ -76,9 +77,9 @@ class Checkpointer:
         self.is_short = self.is_broken = False  # of memory for copies; whether a rank was lost while one was written
         machines()  # which free_memory() asks; the first call is collective
         if disks.leads:  # of a run that was killed
-            for name in os.listdir(folder):
+            for name in os.listdir(self.folder):
                 if name.endswith(".unfinished"):
-                    shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+                    shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
 
     def lacks_memory(self) -> bool:
         """Whether there are no copies yet, and what is free is too little for them and for what the next step takes."""

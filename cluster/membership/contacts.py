@@ -14,39 +14,38 @@ ATTEMPTS = 2  # to reach an earlier member, and twice as many for a later one, u
 STAYS_OUT = 30.0  # seconds for which it does; each time twice as long
 
 
-class Callers:
-    """Processes that call this one. `known`: by their keys."""
-
-    def __init__(self):
-        self.known: dict[str, Caller] = {}
-        self.clear = self.known.clear
-
-    def hear(self, member: Member, knows: list[dict]) -> Caller:
-        now, before = time.monotonic(), self.known.get(member.key)
-        caller = self.known[member.key] = Caller(member, knows, before.since if before else now, now)
-        return caller  # a generation that begins meanwhile forgets all callers
-
-    def there(self, me: Member, knows: list[dict]) -> list[Caller]:
-        """Those who have called a moment ago, and `me`: one a place, the last to come. By their ranks."""
-        own, now = self.hear(me, knows), time.monotonic()
-        fresh = {caller.member.place: caller for caller in sorted([*self.known.values()], key=lambda each: each.since)
-                 if now - caller.at < FRESH}
-        return sorted({**fresh, me.place: own}.values(), key=lambda each: each.member.order)
-
-
 class Contacts:
-    """The hosts of a run, by their addresses, and how this process, at `address`, reaches them.
+    """The hosts of a run, by their addresses, how this process, at `address`, reaches them, and who has called it.
 
     `silent`: addresses that did not answer, until when they are not asked. `not_reached`: keys of processes, how often,
-    since the last generation began. `found_running`: a run that was under way.
+    and `callers`: those that have called, by their keys; both since the last generation began. `found_running`: a run
+    that was under way.
     """
 
     def __init__(self, record: dict):
         self.token, self.hosts, self.port = record["token"].encode(), record["hosts"], record["port"]
         self.address = self.hosts[record["host"]]
-        self.silent: dict[str, float] = {}
+        self.silent, self.not_reached, self.callers = {}, collections.Counter(), {}
         self.has_port, self.taken_at, self.found_running = False, None, False
-        self.not_reached, self.out_until, self.out_for = collections.Counter(), 0.0, STAYS_OUT
+        self.out_until, self.out_for = 0.0, STAYS_OUT
+
+    def begin(self) -> None:
+        """A generation has begun: what callers said before is no longer so."""
+        self.callers.clear()
+        self.not_reached.clear()
+
+    def hear(self, member: Member, knows: list[dict]) -> Caller:
+        """That process has called."""
+        now, before = time.monotonic(), self.callers.get(member.key)
+        caller = self.callers[member.key] = Caller(member, knows, before.since if before else now, now)
+        return caller  # a generation that begins meanwhile forgets all callers
+
+    def there(self, me: Member, knows: list[dict]) -> list[Caller]:
+        """Those who have called a moment ago, and `me`: one a place, the last to come. By their ranks."""
+        own, now = self.hear(me, knows), time.monotonic()
+        fresh = {caller.member.place: caller for caller in sorted([*self.callers.values()], key=lambda each: each.since)
+                 if now - caller.at < FRESH}
+        return sorted({**fresh, me.place: own}.values(), key=lambda each: each.member.order)
 
     def call(self, endpoint: tuple[str, int], message: dict) -> dict | None:
         """A process's answer. A host that is out of reach is not asked again for a while."""

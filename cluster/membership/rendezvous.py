@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from hosts import exits
 from membership.channel import Channel, Listener
-from membership.contacts import SILENT, Callers, Contacts
+from membership.contacts import SILENT, Contacts
 from membership.roster import History, Member, Roster, since_last
 from ranks.lost import VARIABLE
 from utils import UserError
@@ -53,7 +53,7 @@ class Members:
 
     def __init__(self, record: dict, path: str, multiple: int):
         self.limits = record["at_least"], record["at_most"], multiple
-        self.contacts, self.callers, self.links = Contacts(record), Callers(), []
+        self.contacts, self.links = Contacts(record), []
         address, local_rank = self.contacts.address, int(os.environ.get("LOCAL_RANK", 0))
         self.history, self.meeting = History(record["id"], f"{path}.{address}", local_rank), Meeting(self)
         self.listener = Listener(self.contacts.token, self.answer, address)  # which answers from here on
@@ -70,8 +70,7 @@ class Members:
 
     def begin(self, roster: Roster) -> None:
         """All members have joined: from now on this process belongs to that generation."""
-        self.callers.clear()  # what they said then is no longer so
-        self.contacts.not_reached.clear()
+        self.contacts.begin()
         self.meeting.state = "running"
         self.history.begin(roster)
 
@@ -86,15 +85,15 @@ class Members:
         meeting = self.meeting
         if message["kind"] == "meet":
             member = Member(**message["me"])
-            self.callers.hear(member, message["knows"])
+            self.contacts.hear(member, message["knows"])
             self.contacts.silent.pop(member.address, None)
             if (roster := meeting.next) and meeting.basis.get(member.key) == message["knows"]:
                 return {"state": "agreed", "roster": dataclasses.asdict(roster)}
         return {"state": meeting.state}
 
     def there(self) -> list:
-        """Those who have called a moment ago, and this process: one a place, the last to come. By their ranks."""
-        return self.callers.there(self.me, self.history.knows())
+        """See Contacts.there."""
+        return self.contacts.there(self.me, self.history.knows())
 
     def newcomers(self) -> list[Member]:
         """Processes that wait to be taken in, while this one belongs to a generation."""
@@ -219,6 +218,6 @@ class Meeting:
         if last and any(member in last.members for member in members):
             return False
         now, nproc = time.monotonic(), {member.address: member.nproc for member in members}
-        newest = max(self.members.callers.known[member.key].since for member in members)
+        newest = max(self.contacts.callers[member.key].since for member in members)
         is_complete = nproc.keys() >= {*self.contacts.hosts} and len(members) == sum(nproc.values())
         return not is_complete and now < newest + SETTLED

@@ -6,7 +6,7 @@ by its name and its tensor-parallel rank, because in pipelines of unlike shapes 
 
 They compare every N steps; before anything is saved, so that they agreed on each checkpoint; before an update whose
 loss is not finite, which would spoil all replicas; and in an elastic run before others are taken in, and when a
-generation begins, there without the ranks that have just been given a copy.
+generation begins, there without the tensors that a rank has just been sent.
 
 With --local_steps the averages belong to one replica: weights and the outer momentum are compared, at a round's end.
 Where AdamW rounds otherwise on some ranks, as on unlike devices, healthy replicas differ, so the flag is refused.
@@ -80,20 +80,19 @@ class Replicas:
     """
 
     def __init__(self, session):
-        self.session, args, origin = session, session.args, session.start.origin
+        self.session, args, start = session, session.args, session.start
         self.entries = ("momentum_buffer",) if args.local_steps else ("exp_avg", "exp_avg_sq", "step")
-        if origin.is_in_memory and not origin.flags.get("check_replicas"):
+        if start.memory and not start.flags.get("check_replicas"):
             args.check_replicas = None
         self.every = args.check_replicas
         if self.every:
-            stage, tp_rank = session.trained.model.module, session.tp_rank
+            stage, tp_rank = session.trained.model.module, session.live.tp_rank
             self.params = {key_of(stage, name, "", tp_rank): param for name, param in stage.model.named_parameters()}
             self.tensors = weights_of(stage, tp_rank)
-            kinds, self.keys, were_there = zip(*gather((rounding(args, session.trained.plugin), [*self.tensors],
-                                                        session.generation.has_state or not origin.is_in_memory)))
+            kinds, self.keys = zip(*gather((rounding(args, session.trained.plugin), [*self.tensors])))
             self.begin(kinds)
         if self.every:
-            self.compare(origin.step, [keys if there else [] for keys, there in zip(self.keys, were_there)])
+            self.compare(start.step, start.memory and start.memory.specs)
 
     def begin(self, kinds: tuple[tuple[int, str], ...]) -> None:
         """Says what is compared, or why nothing is. `kinds`: what rounding() returns on each rank."""
@@ -116,15 +115,16 @@ class Replicas:
     def after_step(self, step: int, is_due: bool) -> None:
         """`is_due`: something is saved next, or others are taken in. Raises ReplicasDiffer. Collective."""
         if self.every and (is_due or step % self.every == 0):
-            self.compare(step, self.keys)
+            self.compare(step)
 
     def before_update(self, step: int, *sums: torch.Tensor) -> None:
         """`sums`: loss and gradient norm of the step that the optimizer is about to make. As above."""
         if self.every and not all(total.isfinite() for total in sums):
-            self.compare(step - 1, self.keys)
+            self.compare(step - 1)
 
-    def compare(self, step: int, keys: list[list[tuple]]) -> None:
-        """`keys`: of each rank those that are compared. Raises ReplicasDiffer, on all ranks. Collective."""
+    def compare(self, step: int, held: list[dict[tuple, tuple]] | None = None) -> None:
+        """`held`: by their keys, the tensors of each rank that it has not just been sent (None: all). Raises
+        ReplicasDiffer, on all ranks. Collective."""
         none, state, own = torch.zeros((), dtype=torch.int64), self.session.trained.optimizer.state, []
         for key, tensor in self.tensors.items():
             entries = state.get(self.params.get(key), {})
@@ -135,9 +135,10 @@ class Replicas:
         dist.all_gather(rows, F.pad(own, (0, longest - len(own))), group=self.session.stop_agreement.group)
         found = collections.defaultdict(dict)  # what is compared -> rank -> checksum
         for rank, row in enumerate(rows):
-            compared = [(entry, *key) for key in keys[rank] for entry in ("", *self.entries)]
-            for what, value in zip(compared, row.tolist()):
-                found[what][rank] = value
+            compared = [(entry, *key) for key in self.keys[rank] for entry in ("", *self.entries)]
+            for (entry, *key), value in zip(compared, row.tolist()):
+                if held is None or tuple(key) in held[rank]:
+                    found[entry, *key][rank] = value
         if unlike := {what: sums for what, sums in found.items() if len({*sums.values()}) > 1}:
             self.session.checkpointer.wait()
             if not step:
@@ -148,8 +149,8 @@ class Replicas:
 
     def last_good(self) -> str:
         start, written = self.session.start, self.session.checkpointer.written
-        path = os.path.join(start.folder, name_of_step(written)) if written else (
-            start.origin.found and not start.origin.is_in_memory and os.path.abspath(start.origin.found.path))
+        path = os.path.join(start.disks.folder, name_of_step(written)) if written else (
+            start.found and not start.memory and os.path.abspath(start.found.path))
         return f"The last good checkpoint: --resume {shlex.quote(path)}" if path else "No checkpoint was saved yet"
 
 

@@ -3,7 +3,7 @@
     train_in_generations(args, train)     calls train(args, generation) until it returns
         generation.join(backend)          meets the others, and makes the groups' store and the first group
         ...                               the whole training; every group of ranks belongs to this generation
-        MembershipChanged, group errors   what this process holds is kept, and the next generation is given it
+        MembershipChanged, group errors   its groups end, and the next one is given what this process holds
 
 So a lost process costs no start of any other one: no imports, no process, no reading of what is in memory. On NCCL,
 groups are aborted as its documentation says; that was never run.
@@ -36,7 +36,7 @@ from membership.failure_detector import FailureDetector
 from membership.rendezvous import Members
 from pipeline_template import names_of
 from ranks.collectives import default_store
-from ranks.lost import LOST, NEWCOMER, VARIABLE, MembershipChanged, is_elastic, is_lost_peer, is_of_this_machine
+from ranks.lost import LOST, NEWCOMER, VARIABLE, is_elastic, is_lost_peer, is_of_this_machine
 from ranks.placement import forget_ranks
 from ranks.stopping import Signals, let_signals_kill
 from run.check_replicas import ReplicasDiffer
@@ -50,15 +50,13 @@ FAILURES = 5  # generations that may end before they begin, one after the other
 
 
 class Generation:
-    """`held`: what this process has in memory of the generation before, a LiveState, until this one's Session begins;
-    None of a new process. `failures`: of the generations before, so many in a row have ended before they began.
-    `at_end`: what is closed when this one ends. `has_state`: this process held the run's state when it began.
+    """`live`: what this process holds: that of the generation before, until this one's Session begins; None of a new
+    process. `has_state`: it held the run's state when this one began. `at_end`: what is closed when this one ends.
     """
 
-    def __init__(self, members: Members | None, signals: Signals, held=None, failures: int = 0):
-        self.members, self.signals, self.held, self.failures = members, signals, held, failures
-        self.has_state = held is not None
-        self.failure_detector, self.session, self.at_end = None, None, contextlib.ExitStack()
+    def __init__(self, members: Members | None, signals: Signals, live: LiveState | None = None):
+        self.members, self.signals, self.live, self.has_state = members, signals, live, live is not None
+        self.failure_detector, self.first_step, self.at_end = None, None, contextlib.ExitStack()
 
     @property
     def number(self) -> int:
@@ -66,7 +64,12 @@ class Generation:
 
     @property
     def has_made_steps(self) -> bool:
-        return self.session is not None and self.session.step > self.session.start.origin.step
+        return self.first_step is not None and self.live.step > self.first_step
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether others may need this process. A run that was under way goes on without one that has just come."""
+        return self.has_state or not self.members or not self.members.contacts.found_running
 
     def join(self, backend: str, flags: dict) -> None:
         """Meets the other processes. Raises UserError, MembershipChanged."""
@@ -91,52 +94,30 @@ class Generation:
 
     def forget(self) -> None:
         """What this process holds is not the run's state any more."""
-        self.held, self.has_state = None, False
+        self.live, self.has_state = None, False
 
-    def begin(self, session) -> None:
-        """The Session holds the state of training from now on."""
-        self.session, self.held = session, None
+    def begin(self, live: LiveState, plugin) -> None:
+        """This is the state of training from now on, and what goes on when this generation ends."""
+        self.live, self.first_step = live, live.step
+        self.at_end.callback(live.release, plugin)
 
-    def leave(self, error: RuntimeError) -> "Generation | int":
-        """The next generation, with what this process holds, or the exit code with which it ends. Raises the error
-        itself where nobody is lost, and in a run that does not go on in place."""
+    def is_broken_by(self, error: RuntimeError) -> bool:
+        """Whether a rank is lost or comes, so that the next generation may go on. Always False where there is none."""
         is_lost = is_lost_peer(error) or self.failure_detector is not None and self.failure_detector.reason
-        if not is_lost or self.members is None:
-            raise error
-        if self.failure_detector and str(error) != NEWCOMER:
-            self.failure_detector.noticed.wait(0.2)  # whose end it was
-        reason = self.failure_detector and self.failure_detector.reason or str(error).splitlines()[0][:200]
-        if self.session:
-            print(f"rank {os.environ['RANK']}: {reason}, after step {self.session.step}", flush=True)
-            self.held = LiveState(self.session)
-        self.end_groups()
-        if self.failures > FAILURES and self.held is None:  # who holds nothing need not stand in the way of others
-            print(f"no generation has begun with this process, {self.failures} times in a row, the last time because "
-                  f"{reason}: it starts anew. Can each host reach each other one at all ports?", flush=True)
-            return exits.FAILED
-        gc.collect()  # groups and stages of this generation refer to each other
-        return Generation(self.members, self.signals, self.held, 0 if self.has_made_steps else self.failures + 1)
+        of_another_rank = re.match(OF_RANK.format(os.environ.get("RANK")), str(error))
+        is_short_elsewhere = isinstance(error, torch.OutOfMemoryError) and of_another_rank
+        return self.members is not None and bool(is_lost or is_short_elsewhere)
 
-    def outlives(self, error: UserError) -> "Generation | int":
-        """The next generation where another process has brought the error, as one with a full disk that has just come;
-        on that one, which nobody needs, an exit code. Raises the error itself where that would not help.
-        """
-        if isinstance(error, ReplicasDiffer):
-            raise error
-        if self.members and self.members.contacts.found_running and not self.has_state:
-            print(f"error: {error}", flush=True)
-            return exits.OF_THIS_MACHINE
-        if not self.has_state or self.has_made_steps or self.failures >= FAILURES:
-            raise error
-        if os.environ["RANK"] == "0":
-            print(f"this generation can't begin ({error}): the run goes on with those that can", flush=True)
-        return self.leave(MembershipChanged(str(error)))
-
-    def end_groups(self) -> None:
-        """Ends all that belongs to this generation: what waits in a group, then the groups themselves."""
-        if self.failure_detector:
-            self.failure_detector.shut()
-            self.failure_detector.close()
+    def end(self, error: Exception) -> str:
+        """Ends all that belongs to this generation: what waits in a group, then the groups themselves. Returns why."""
+        if (detector := self.failure_detector) and str(error) != NEWCOMER:
+            detector.noticed.wait(0.2)  # whose end it was
+        reason = detector and detector.reason or str(error).splitlines()[0][:200]
+        if self.first_step is not None:
+            print(f"rank {os.environ['RANK']}: {reason}, after step {self.live.step}", flush=True)
+        if detector:
+            detector.shut()
+            detector.close()
         for thread in threading.enumerate():  # those that wait in a group: of the timeline, of a checkpoint
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join(JOINING)
@@ -146,6 +127,7 @@ class Generation:
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
         forget_ranks()
+        return reason
 
 
 def train_in_generations(args: argparse.Namespace, train: Callable) -> int:
@@ -158,17 +140,32 @@ def train_in_generations(args: argparse.Namespace, train: Callable) -> int:
     if members and members.history.is_done:
         print("the run has ended already", flush=True)
         return exits.DONE
-    generation = Generation(members, signals)
-    while isinstance(generation, Generation):
+    live, failures = None, 0  # what goes on; generations that have ended before they made a step, in a row
+    while failures <= FAILURES or live:
+        generation = Generation(members, signals, live)
         try:
             return train(copy.deepcopy(args), generation)
+        except ReplicasDiffer:
+            raise
         except UserError as error:
-            generation = generation.outlives(error)
+            if not generation.is_needed:
+                print(f"error: {error}", flush=True)
+                os._exit(exits.OF_THIS_MACHINE)
+            if not generation.has_state or generation.has_made_steps or failures >= FAILURES:
+                raise  # it came of the training, or goes on for ever
+            if os.environ["RANK"] == "0":  # of another process, as one with a full disk that has just come
+                print(f"this generation can't begin ({error}): the run goes on with those that can", flush=True)
+            reason = generation.end(error)
         except RuntimeError as error:
-            is_anothers = isinstance(error, torch.OutOfMemoryError) and re.match(OF_RANK.format(os.environ["RANK"]),
-                                                                                 str(error))
-            generation = generation.leave(MembershipChanged(str(error)) if is_anothers else error)
-    os._exit(generation)
+            if not generation.is_broken_by(error):
+                raise
+            reason = generation.end(error)
+        live, failures = generation.live, 0 if generation.has_made_steps else failures + 1
+        gc.collect()  # groups and stages of that generation refer to each other
+    # who holds nothing need not stand in the way of others
+    print(f"no generation has begun with this process, {failures} times in a row, the last time because {reason}: it "
+          "starts anew. Can each host reach each other one at all ports?", flush=True)
+    os._exit(exits.FAILED)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ otherwise nobody has changed a weight, and the step's samples are read again.
 """
 
 import collections
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 import process_group_manager as pgm
+from checkpoints.files import name_of_step
+from checkpoints.resume import Found
 from pipeline_template import names_of
 from ranks.collectives import gather
 from ranks.disks import Disks
@@ -37,25 +40,25 @@ class Commit(NamedTuple):
 
 
 class LiveState:
-    """What is left of a Session when its generation has ended.
+    """What a process holds of a training. A Session makes it, and it goes on when the generation of that has ended.
 
-    `everything`: the keys of all weights. `generation`: the last one in which this state was that of the run: who was
-    cut off has steps that the others may have made anew, or never made.
+    `step`: the last one that was made. `generation`: the last one in which this state was that of the run: who was cut
+    off has steps that the others may have made anew, or never made. `everything`: the keys of all weights.
     """
 
-    def __init__(self, session):
-        checkpointer = session.checkpointer
-        checkpointer.host = []  # the memory for copies
-        for param in checkpointer.stage.model.parameters():  # hooks refer to buckets, and these to groups
+    def __init__(self, checkpointer, generation: int, tp_rank: int, max_grad_norm: float, step: int,
+                 commit: Commit | None = None, everything: frozenset[Key] = frozenset()):
+        self.checkpointer, self.generation, self.everything = checkpointer, generation, everything
+        self.stage, self.optimizer, self.scheduler = checkpointer.stage, checkpointer.optimizer, checkpointer.scheduler
+        self.tp_rank, self.max_grad_norm = tp_rank, max_grad_norm
+        self.step, self.commit, self.unfinished = step, commit, None
+
+    def release(self, plugin) -> None:
+        """Its generation has ended: lets go of all that was made for that, but for what `plugin` has not finished."""
+        self.checkpointer.host, self.unfinished = [], plugin.unfinished  # the memory for copies
+        for param in self.stage.model.parameters():  # hooks refer to buckets, and these to groups
             with names_of("torch"):
                 (param._post_accumulate_grad_hooks or {}).clear()
-        self.generation = session.generation.number
-        self.stage, self.optimizer, self.scheduler = checkpointer.stage, checkpointer.optimizer, checkpointer.scheduler
-        self.step, self.commit, self.tp_rank = session.step, session.commit, session.tp_rank
-        self.everything, args = session.everything, session.args
-        self.max_grad_norm = 0 if args.local_steps else args.max_grad_norm  # local steps are clipped one by one
-        self.checkpointer, self.unfinished = checkpointer, session.trained.plugin.unfinished
-        session.trained = session.sampler = None  # whoever describes a checkpoint needs no plugin with its buckets
 
     def agree(self, commits: list[Commit]) -> None:
         """Takes the step that others of the generation know to be complete, if this rank has not taken it."""
@@ -101,14 +104,23 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten().view(torch.uint8)
 
 
-class PeerLoader:
-    """Gives a stage its weights, and then an optimizer its state, as checkpoints.resume.Loader does, from memory.
+@dataclass(frozen=True)
+class InMemory:
+    """What all ranks hold of one step together. Gives a stage its weights, and then an optimizer its state, as
+    checkpoints.resume.Loader does, as long as `generation` has the LiveState of the one before.
 
-    `held`: of this rank, or None. `specs`: for each rank the dtype and the shape of each key that it holds.
+    `found` has the state as state.json has it. `specs`: for each rank the dtype and the shape of each key that it
+    holds; a rank without keys holds nothing of the run's state, whatever it has. `commit`: of the step. `written`: the
+    step of the last checkpoint.
     """
 
-    def __init__(self, held: LiveState | None, specs: list[dict[Key, tuple]], disks: Disks, device: torch.device):
-        self.own, self.specs, self.disks, self.device = held.tensors() if held else {}, specs, disks, device
+    generation: object
+    disks: Disks
+    device: torch.device
+    found: Found
+    specs: list[dict[Key, tuple]]
+    commit: Commit | None
+    written: int
 
     def move(self, wanted: set[Key]) -> dict[Key, torch.Tensor]:
         """Those tensors, on this rank's device; what it held itself is the same tensor. Collective.
@@ -116,13 +128,14 @@ class PeerLoader:
         All ranks go through the same list of transfers, in which the receivers take turns, and have a few under way: so
         different links are in use at a time.
         """
-        found = {key: self.own[key] for key in wanted if key in self.own}
+        own = self.generation.live.tensors() if self.generation.live else {}
+        found = {key: own[key] for key in wanted if key in own}
         needed, under_way = self.disks.gather(sorted(wanted - found.keys())), collections.deque()
         for rank, key in (each for row in zip_longest(*needed) for each in enumerate(row) if each[1]):
             holders = [other for other, spec in enumerate(self.specs) if key in spec]
             source = holders[rank % len(holders)]
             if self.disks.rank == source:
-                value = self.own[key].detach().cpu().contiguous()
+                value = own[key].detach().cpu().contiguous()
                 under_way.append((dist.isend(as_bytes(value), rank, group=self.disks.group), value))
             elif self.disks.rank == rank:
                 dtype, shape = self.specs[source][key]
@@ -132,96 +145,79 @@ class PeerLoader:
                 under_way.popleft()[0].wait()
         for handle, _ in under_way:
             handle.wait()
-        for key in found.keys() - self.own.keys():
+        for key in found.keys() - own.keys():
             stays = key[1] == "step" and not torch.cuda.is_initialized()
             found[key] = found[key].to("cpu" if stays else self.device)
         return found
 
     def weights(self, stage) -> None:
         """As plugin.configure(weights=...) calls it."""
-        tp_rank = pgm.process_group_manager.tp_rank
-        make_buffers(stage.model, self.device, {name for name, _, _ in self.specs_of_all()})
-        self.assign(stage, {name: key_of(stage, name, "", tp_rank) for name in stage.model.state_dict()})
+        make_buffers(stage.model, self.device, {name for name, _, _ in self.keys})
+        self.assign(stage, [*stage.model.state_dict()])
 
     def load_adapters(self, stage) -> None:
-        tp_rank = pgm.process_group_manager.tp_rank
-        self.assign(stage, {name: key_of(stage, name, "", tp_rank) for name in stage.model.state_dict()
-                            if ".lora_" in name})
+        self.assign(stage, [name for name in stage.model.state_dict() if ".lora_" in name])
 
-    def specs_of_all(self) -> set[Key]:
+    @property
+    def keys(self) -> set[Key]:
+        """Those of all that is held."""
         return {key for spec in self.specs for key in spec}
 
-    def assign(self, stage, keys: dict[str, Key]) -> None:
-        """Gives the stage the tensors with these keys, by their names in its model; those that nobody holds are left.
-        """
-        known = self.specs_of_all()
-        values = self.move({key for key in keys.values() if key in known})
-        tensors, made = stage.model.state_dict(keep_vars=True), {}
+    def assign(self, stage, names: list[str]) -> None:
+        """Gives the stage its tensors of these names in its model; those that nobody holds are left. Collective."""
+        keys = {name: key_of(stage, name, "", pgm.process_group_manager.tp_rank) for name in names}
+        values, old, made, new = self.move({*keys.values()} & self.keys), stage.model.state_dict(keep_vars=True), {}, {}
         for name, key in keys.items():
             if key in values:
-                old = tensors[name]  # a parameter that has two names stays one
-                if isinstance(old, torch.nn.Parameter) and old not in made:
-                    made[old] = torch.nn.Parameter(values[key], old.requires_grad)
-                tensors[name] = made.get(old, values[key])
-            else:
-                del tensors[name]
-        tensors = {name: tensors[name] for name in keys if name in tensors}
-        stage.model.load_state_dict(tensors, strict=False, assign=True)
+                param = old[name]  # one that has two names stays one
+                if isinstance(param, torch.nn.Parameter) and param not in made:
+                    made[param] = torch.nn.Parameter(values[key], param.requires_grad)
+                new[name] = made.get(param, values[key])
+        stage.model.load_state_dict(new, strict=False, assign=True)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, stage) -> None:
         tp_rank = pgm.process_group_manager.tp_rank
         params = {key_of(stage, name, "", tp_rank): param for name, param in stage.model.named_parameters()}
-        wanted = {key for key in self.specs_of_all() if key[1] and (key[0], "", key[2]) in params}
+        wanted = {key for key in self.keys if key[1] and (key[0], "", key[2]) in params}
         for (name, entry, rank), value in self.move(wanted).items():
             optimizer.state[params[name, "", rank]][entry] = value
 
 
-class InMemory(NamedTuple):
-    """What all ranks hold of one step together: for each rank the dtype and shape of each key, the Commit of the step,
-    the state as state.json has it, and the step of the last checkpoint. A rank without keys holds nothing of the run's
-    state, whatever it has."""
-
-    specs: list[dict[Key, tuple]]
-    commit: Commit | None
-    state: dict
-    written: int
-
-
-def find_in_memory(generation, disks: Disks) -> InMemory | None:
-    """What the ranks hold since the last `generation`; None where something is held by nobody. Collective.
+def find_in_memory(generation, disks: Disks, device: torch.device) -> InMemory | None:
+    """What the ranks hold as `generation` begins; None where something is held by nobody. Collective.
 
     It calls generation.forget() on a rank whose state is not that of the run.
     """
-    held = generation.held
-    everyone = disks.gather(held and (held.generation, held.step, held.commit, held.checkpointer.written))
+    live = generation.live
+    everyone = disks.gather(live and (live.generation, live.step, live.commit, live.checkpointer.written))
     last = max((each[0] for each in everyone if each), default=None)
     known = [each for each in everyone if each and each[0] == last]
     if not known:
         return None
     commits = sorted({commit for _, _, commit, _ in known if commit})
     step = max([each for _, each, _, _ in known] + [commit.step for commit in commits])
-    written, is_current = min(written for *_, written in known), held is not None and held.generation == last
-    if is_current:
-        held.agree(commits)
-        held.checkpointer.written = written
-        is_current = held.step == step
-    mine = held.tensors() if is_current else {}
-    specs = {key: (value.dtype, value.shape) for key, value in mine.items()}
-    everyone = disks.gather((specs, is_current and (held.everything, held.checkpointer.state(step))))
+    written = min(written for *_, written in known)
+    if live and live.generation == last:
+        live.agree(commits)
+        live.checkpointer.written = written
+    if live and (live.generation, live.step) != (last, step):
+        generation.forget()
+    live = generation.live
+    specs = {key: (value.dtype, value.shape) for key, value in live.tensors().items()} if live else {}
+    everyone = disks.gather((specs, live and (live.everything, live.checkpointer.state(step))))
     everything, state = next(facts for _, facts in everyone if facts)
     if not everything <= {key for each, _ in everyone for key in each}:
         generation.forget()
         if is_home():
             print("a part of the model was on lost hosts alone: all ranks go back to the last checkpoint", flush=True)
         return None
-    if is_current:
-        held.generation = generation.number
-        for param in held.stage.model.parameters():
+    if live:
+        live.generation = generation.number
+        for param in live.stage.model.parameters():
             param.grad = None  # all have taken the step that they were for
-    else:
-        generation.forget()
     commit = next((each for each in commits if each.step == step), None)
-    return InMemory([each for each, _ in everyone], commit, state, written)
+    found = Found(name_of_step(step), disks.folder, state, {})
+    return InMemory(generation, disks, device, found, [each for each, _ in everyone], commit, written)
 
 
 def who_has_what(stage, tp_rank: int, host: str) -> tuple[frozenset[Key], str]:

@@ -31,14 +31,13 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
 
     `batches`: this pipeline's, without those that were trained before a resume. The evaluator is used before the first
     step, after the last one, and after every args.eval_every ones; where the run is stopped at such a step, when it is
-    resumed. Writes metrics, and the timeline of args.profile_batch. In the end rank 0 prints where the
-    time of each rank went. Raises UserError for a loss that is not finite.
+    resumed. Writes metrics, and the timeline of args.profile_batch. In the end rank 0 prints where the time of each
+    rank went. Raises UserError for a loss that is not finite.
     """
     grid, args, (plugin, model, optimizer, scheduler) = pgm.process_group_manager, session.args, session.trained
-    origin = session.start.origin
-    first = origin.step
-    record = Record(args, grid, session.start.disks, num_steps, plugin.global_batch_size * args.seq_len,
-                    first, origin.flags, origin.is_another_run, session.commit)
+    start, first = session.start, session.start.step
+    record = Record(args, grid, start.disks, num_steps, plugin.global_batch_size * args.seq_len, first, start.flags,
+                    start.is_another_run, session.live.commit)
     session.generation.at_end.callback(record.leave)
     atexit.register(record.leave)  # where an error ends the run, its rows are still written, or said to be lost
     if first >= num_steps:
@@ -47,8 +46,9 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
     if evaluator and record.is_evaluation_due(first, args.eval_every):
         record.evaluated(first, evaluator.evaluate())
     for batch in range(first, num_steps):
+        # gradients of the mean over the global batch; whoever has their norm knows that all of them are complete
         record.bar.begin()
-        is_profiled = batch + args.first_batch == args.profile_batch
+        is_profiled, is_last = batch + args.first_batch == args.profile_batch, batch + 1 == num_steps
         times.start(batch, is_profiled, plugin.unfinished and plugin.unfinished.began)
         torch.manual_seed(args.seed + 1000 * grid.dp_rank + grid.pp_rank + 1_000_000 * batch)  # of dropout
         loss = plugin.execute_pipeline(batches, model, criterion, optimizer)
@@ -57,19 +57,21 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
         learning_rate = scheduler.get_last_lr()[0]
         session.note_commit(batch + 1, loss, grad_norm, learning_rate)
         session.replicas.before_update(batch + 1, loss, grad_norm)
+        # the update
         with timeline.span("optimizer"):
             optimizer.step()
         scheduler.step()
-        session.step = batch + 1
-        step = Step(session.step, loss.item(), grad_norm.item(), learning_rate, times.stop())  # waits for a GPU
-        if not math.isfinite(step.loss + step.grad_norm):
-            raise UserError(what_went_wrong(step, session))
+        session.live.step = batch + 1
+        # what is told of the step, and whether a rank was told to stop
+        step = Step(batch + 1, loss.item(), grad_norm.item(), learning_rate, times.stop())  # waits for a GPU
+        require_finite(step, session)
         record.log(*step)
         if is_profiled:
             write_timeline(args, times.clock, record.file is not None)
-        of_this_rank, is_last = [times.work, *times.used], step.number == num_steps
+        of_this_rank = [times.work, *times.used]
         stops = session.stop_agreement.agree(step.seconds, of_this_rank)
         record.used(step.number, session.stop_agreement.of_ranks)
+        # what is due after it: an evaluation, a checkpoint, a sample of text; then other ranks, or other samples
         if evaluator and not stops and record.is_evaluation_due(step.number, args.eval_every):
             record.evaluated(step.number, evaluator.evaluate())
             stops = session.stop_agreement.agree(step.seconds, of_this_rank)  # an evaluation may take long
@@ -82,23 +84,24 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
             rebalancer.follow(session, step.number)
     record.close()
     times.print()
-    told = 0 if is_last else stops
-    return session.leave(told, session.finish(was_stopped=bool(told)))
+    return session.finish(0 if is_last else stops)
 
 
 def has_made_all(session: Session, num_steps: int) -> None:
     """A run that goes on after its last step. Where a host was lost before that was saved, it is saved now. Collective.
     """
-    origin = session.start.origin
-    session.checkpointer.save(origin.step, waits=True)
-    if is_home() and not origin.is_in_memory:
-        print(f"nothing to do: {origin.found.path} is that of step {origin.step}, of {num_steps}", flush=True)
+    start = session.start
+    session.checkpointer.save(start.step, waits=True)
+    if is_home() and not start.memory:
+        print(f"nothing to do: {start.found.path} is that of step {start.step}, of {num_steps}", flush=True)
 
 
-def what_went_wrong(step: Step, session: Session) -> str:
-    """Of a step whose loss or gradient norm is not finite, and what is left. Collective."""
+def require_finite(step: Step, session: Session) -> None:
+    """Raises UserError for a step whose loss or gradient norm is not finite, with what is left. Collective."""
+    if math.isfinite(step.loss + step.grad_norm):
+        return
     session.checkpointer.wait()
-    if step.number == session.start.origin.step + 1:  # no step has changed the weights
+    if step.number == session.start.step + 1:  # no step has changed the weights
         what_next = (f"Nothing was trained yet with the weights that were read from {session.source}: they may be "
                      "damaged, get them anew or take others") if session.source else (
             "Nothing was trained yet, and the weights were drawn at random: look at config.json, rms_norm_eps and "
@@ -107,5 +110,5 @@ def what_went_wrong(step: Step, session: Session) -> str:
         saved = f"The last good checkpoint is that of step {session.checkpointer.written}"
         what_next = (f"{saved if session.checkpointer.written else 'No checkpoint was saved yet'}. Lower "
                      "--learning_rate, and go on with --resume auto")
-    return (f"step {step.number} has the loss {step.loss} and the gradient norm {step.grad_norm}: the training stops, "
-            f"and saves nothing. {what_next}")
+    raise UserError(f"step {step.number} has the loss {step.loss} and the gradient norm {step.grad_norm}: the training "
+                    f"stops, and saves nothing. {what_next}")

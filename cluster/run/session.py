@@ -5,13 +5,14 @@
     session.note_commit(...)        a step's gradients are complete, so the step counts
     session.after_step(...)         saves and samples when it is time
     session.take_in()               processes that wait become part of the run: this generation ends
-    session.finish(...)             waits for the last checkpoint, without which a run has not succeeded
-    session.leave(...)              all ranks leave together, with the exit code of the run
+    session.finish(...)             waits for the last checkpoint, without which a run has not succeeded; then all ranks
+                                    leave together, with the exit code of the run
 """
 
 import contextlib
 import datetime
 import os
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from ranks.placement import home_rank
 from ranks.stopping import StopAgreement
 from run.check_replicas import Replicas
 from run.evaluation import Sampler
-from run.live_state import Commit, who_has_what
+from run.live_state import Commit, LiveState, who_has_what
 from run.start import Start
 from utils import UserError
 
@@ -45,51 +46,57 @@ class Trained(NamedTuple):
     scheduler: object
 
 
+def description(args, run_id: str, made, global_batch: int, read: dict) -> Callable[[int], dict]:
+    """What state.json says of the run after a step. It outlives the Session, and refers to nothing of that."""
+    names, function = made.names, function_of(made.model)
+
+    def describe(step: int) -> dict:
+        return {"tokens": step * global_batch * args.seq_len, "seed": args.seed, "global_batch": global_batch,
+                "seq_len": args.seq_len, "names": names, "model": function,
+                "flags": {name: value for name, value in vars(args).items() if not callable(value)},
+                "topology": pgm.process_group_manager.topology, "run_id": run_id, "data": read}
+
+    return describe
+
+
 class Session:
-    """All ranks make one together. `step`: the last one that was made. `source`: where the weights were read from.
+    """All ranks make one together. `live`: what goes on after its generation. `source`: where weights were read from.
 
     `made`: a Model. `tokenizer`: a name. `read`: of the data, what checkpoints say. `steps_per_epoch`: None where the
     data have no epochs.
     """
 
-    def __init__(self, args, start: Start, generation, made, trained: Trained, tokenizer: str, read: dict,
+    def __init__(self, args, start: Start, made, trained: Trained, tokenizer: str, read: dict,
                  steps_per_epoch: int | None):
-        self.args, self.start, self.generation, self.trained = args, start, generation, trained
-        self.names, self.function, self.read, self.steps_per_epoch = (
-            made.names, function_of(made.model), read, steps_per_epoch)
-        self.global_batch = trained.plugin.global_batch_size
-        self.source = start.origin.found.path if start.origin.found else made.source
-        self.step, self.commit = start.origin.step, start.origin.commit
-        self.tp_rank, stage = pgm.process_group_manager.tp_rank, trained.model.module
-        self.stop_agreement = StopAgreement(generation.members and generation.members.newcomers, generation.signals)
+        self.args, self.start, self.generation, self.trained = args, start, start.generation, trained
+        self.steps_per_epoch, self.source = steps_per_epoch, start.found.path if start.found else made.source
+        self.members, tp_rank = self.generation.members, pgm.process_group_manager.tp_rank
+        self.stop_agreement = StopAgreement(self.members and self.members.newcomers, self.generation.signals)
         small = {**made.files, **once(home_rank(), lambda: read_tokenizer_files(tokenizer))}
-        self.checkpointer = Checkpointer(start.folder, start.disks, trained.model, trained.optimizer, trained.scheduler,
-                                         self.describe, small, args.keep)
+        describe = description(args, start.run_id, made, trained.plugin.global_batch_size, read)
+        self.checkpointer = Checkpointer(start.disks, trained.model, trained.optimizer, trained.scheduler, describe,
+                                         small, args.keep)
         self.sampler = args.sample_every and Sampler(trained.plugin, trained.model, tokenizer, args.prompt,
                                                      args.seq_len)
-        if members := generation.members:
-            self.everything, words = who_has_what(stage, self.tp_rank, members.me.address)
+        max_grad_norm = 0 if args.local_steps else args.max_grad_norm  # local steps are clipped one by one
+        self.live = LiveState(self.checkpointer, self.generation.number, tp_rank, max_grad_norm, start.step,
+                              start.memory and start.memory.commit)
+        if self.members:
+            self.live.everything, words = who_has_what(trained.model.module, tp_rank, self.members.me.address)
             say(words)
-            if needed := members.history.roster.needed_hosts():
+            if needed := self.members.history.roster.needed_hosts():
                 say(f"where {' or '.join(needed)} is lost, too few are left: the run then waits for it")
-
-    def describe(self, step: int) -> dict:
-        """What state.json says of the run after a step."""
-        args, batch = self.args, self.global_batch
-        return {"tokens": step * batch * args.seq_len, "seed": args.seed,
-                "global_batch": batch, "seq_len": args.seq_len, "names": self.names, "model": self.function,
-                "flags": {name: value for name, value in vars(args).items() if not callable(value)},
-                "topology": pgm.process_group_manager.topology, "run_id": self.start.run_id, "data": self.read}
 
     def begin(self) -> None:
         """From now on there is something to lose. What is saved nowhere yet is saved. Collective."""
-        origin = self.start.origin
-        self.checkpointer.written = origin.written
+        start = self.start
+        self.generation.begin(self.live, self.trained.plugin)
+        self.checkpointer.written = start.written
         self.replicas = Replicas(self)
         self.stop_agreement.begin()
         # Whoever is lost next, the run goes on from here. Nobody knows what memory a copy leaves for the first step.
-        if origin.step > origin.written and (not origin.is_in_memory or self.is_due(origin.step, False)):
-            self.checkpointer.save(origin.step, waits=True)
+        if start.step > start.written and (not start.memory or self.is_due(start.step, False)):
+            self.checkpointer.save(start.step, waits=True)
 
     def note_commit(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, learning_rate: float) -> None:
         """All gradients of a step are complete on all ranks: from here on it counts, also where a rank is lost."""
@@ -98,7 +105,7 @@ class Session:
         commit = Commit(step, loss.item(), grad_norm.item(), learning_rate)
         if dist.get_backend() == "nccl" and detector.reason:  # the group was aborted: these are no sums
             raise MembershipChanged(detector.reason)
-        self.commit = commit
+        self.live.commit = commit
 
     def take_in(self) -> None:
         """Where processes wait to be taken in, ends this generation: raises MembershipChanged. Collective."""
@@ -122,40 +129,37 @@ class Session:
         self.checkpointer.report()
         return self.sampler.sample() if self.sampler and step % self.args.sample_every == 0 else None
 
-    def finish(self, was_stopped: bool) -> str:
-        """Waits for the last checkpoint. From then on no rank needs to hear of another one. Collective.
+    def finish(self, number: int) -> int:
+        """Waits for the last checkpoint, and then for all ranks, which leave together. Returns the exit code.
+        Collective.
 
-        Returns what --resume auto does from there. Raises UserError, on every rank, where that checkpoint could not be
-        written: what was trained since the one before is lost.
+        `number`: of the signal by which the run was told to stop before its last step, or 0. Raises UserError, on every
+        rank, where that checkpoint could not be written: what was trained since the one before is lost.
         """
+        # from the last checkpoint on, no rank needs to hear of another one
         self.checkpointer.wait()
         if self.generation.failure_detector:
             if self.checkpointer.is_broken:
                 raise MembershipChanged("a rank was lost while the last checkpoint was written")
             self.generation.failure_detector.ended.set()
-        saved = self.checkpointer.written
-        goes_on = f"goes on {'from there' if saved == self.step else f'after step {saved}'}" if saved else (
+        saved, step, is_started_anew = self.checkpointer.written, self.live.step, number and is_elastic()
+        goes_on = f"goes on {'from there' if saved == step else f'after step {saved}'}" if saved else (
             "begins anew, as no step was saved")
-        if saved < self.step and not (was_stopped and is_elastic()):  # which is started anew
-            raise UserError(f"the last checkpoint, that of step {self.step}, could not be written to "
-                            f"{self.start.folder}: make room there, or move that folder into another --checkpoint_dir. "
-                            f"--resume auto then {goes_on}")
-        return goes_on
-
-    def leave(self, number: int, goes_on: str) -> int:
-        """All ranks have finished, and leave together. Returns the exit code. Collective.
-
-        `number`: of the signal by which the run was told to stop before its last step, or 0.
-        """
+        if saved < step and not is_started_anew:
+            raise UserError(f"the last checkpoint, that of step {step}, could not be written to "
+                            f"{self.start.disks.folder}: make room there, or move that folder into another "
+                            f"--checkpoint_dir. --resume auto then {goes_on}")
         if number and dist.get_rank() == 0:  # before another rank ends, upon which a launcher may end this one
-            print(f"stopped after step {self.step}, as it was told: --resume auto {goes_on}", flush=True)
+            print(f"stopped after step {step}, as it was told: --resume auto {goes_on}", flush=True)
+
+        # all ranks leave
         with contextlib.suppress(RuntimeError):  # others may have left
             dist.barrier(self.start.disks.group, async_op=True).wait(datetime.timedelta(seconds=PATIENCE))
         if not number:
-            if self.generation.members:
-                self.generation.members.history.keep(is_done=True)
+            if self.members:
+                self.members.history.keep(is_done=True)
             return exits.DONE
-        if is_elastic():  # its agent, unless it ends too, starts this process anew, with those that are there
+        if is_started_anew:  # by its agent, unless that ends too, with those that are there
             self.stop_agreement.signals.wait(WAIT_FOR_AGENT)
             os._exit(exits.after(number))
         return exits.after(number)

@@ -1,10 +1,10 @@
 """What a run begins with: its folder, and the state of training that it goes on from.
 
-    start = find_start(args, generation)     by all ranks together, before any rank has weights
-    start.check(args, made, batch)           do the flags of this run fit to that state?
-    start.clear_folder()                     checkpoints that the run does not go on from get another name
-    loader = start.loader(held, device)      gives a stage its weights
-    restore(start, loader, ...)              gives an optimizer and a scheduler their states
+    start = find_start(args, ...)       by all ranks together, before any rank has weights
+    start.check(args, made, batch)      do the flags of this run fit to that state?
+    start.clear_folder()                checkpoints that the run does not go on from get another name
+    start.loader.weights(stage)         gives a stage its weights
+    start.restore(stage, ...)           gives an optimizer and a scheduler their states
 
 The state is what the processes of an elastic run still hold in memory, or else the run's newest whole checkpoint, or
 else that of --resume DIR. A new run has none.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from checkpoints.files import STATE, name_of_step, step_of, write_state
+from checkpoints.files import STATE, step_of, write_state
 from checkpoints.folder import Lock, move_aside
 from checkpoints.resume import Found, Loader, find_checkpoint, read_states, run_of
 from models.causal import Model, function_of
@@ -29,7 +29,8 @@ from ranks.disks import CANT_WRITE, Disks
 from ranks.lost import is_elastic
 from ranks.placement import is_home
 from run.flags import check_text
-from run.live_state import InMemory, PeerLoader, find_in_memory
+from run.generation import Generation
+from run.live_state import InMemory, find_in_memory
 from utils import ROOT, UserError, positive_int, zero_or_more
 
 FLAGS = (  # which a resumed run keeps
@@ -51,17 +52,25 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Origin:
-    """What a run goes on from: `found`, or nothing. Each kind of it is one of the classes below.
+class Start:
+    """What a `generation` of a run begins with. `disks`: of its folder on each host, which it has by its `lock`.
+    `launch`: see launch_id.
 
-    `is_own`: it is in the run's folder. `is_another_run`: it stays another run's, and this one has an id of its own.
-    `is_in_memory`: no disk has it. `written`: the step of the last checkpoint that this run has. `commit`: that of the
-    last step, where the ranks have it in memory.
+    `found`: what it goes on from, and `loader` gives a stage its weights; None of a new run. `memory`: the loader where
+    the ranks hold them. `is_own`: it is in the run's folder. `is_another_run`: it stays another run's, as what that has
+    saved later, and this one has an id of its own.
     """
 
-    found: Found | None = None
-    is_own = is_another_run = is_in_memory = False
-    written, commit = 0, None
+    generation: Generation
+    disks: Disks
+    lock: Lock
+    launch: str | None
+    run_id: str
+    found: Found | None
+    loader: Loader | InMemory | None
+    memory: InMemory | None
+    is_own: bool
+    is_another_run: bool
 
     @property
     def step(self) -> int:
@@ -73,63 +82,14 @@ class Origin:
         """Those of the run that it goes on from; {} of a new run."""
         return self.found.state["flags"] if self.found else {}
 
-    def keeps(self, name: str, state: dict | str) -> bool:
-        """Whether that checkpoint in the run's folder is one of those that led here, or may be."""
-        return (self.is_own and run_of(state) in (None, run_of(self.found.state))
-                and not (self.is_another_run and step_of(name) > self.step))
-
-    def loader(self, held, disks: Disks, device: torch.device) -> Loader | PeerLoader | None:
-        return Loader(self.found, disks, device) if self.found else None
-
-
-class New(Origin):
-    """A run that begins."""
-
-
-class Newest(Origin):
-    """The newest whole checkpoint of this very run."""
-
-    is_own, written = True, Origin.step
-
-
-class Earlier(Newest):
-    """--resume DIR, in the run's own folder: what was saved there later is another run's from now on."""
-
-    is_another_run = True
-
-
-class Branch(Origin):
-    """--resume DIR, in another folder."""
-
-    is_another_run = True
-
-
-@dataclass(frozen=True)
-class Memory(Origin):
-    """What the ranks of an elastic run hold in memory. `found` says what state.json would."""
-
-    held: InMemory | None = None
-    is_own = is_in_memory = True
-    written, commit = property(lambda self: self.held.written), property(lambda self: self.held.commit)
-
-    def loader(self, held, disks: Disks, device: torch.device) -> PeerLoader:
-        return PeerLoader(held, self.held.specs, disks, device)
-
-
-@dataclass(frozen=True)
-class Start:
-    """`folder`: the run's on each host, on these `disks`; the run has it by its `lock`. `launch`: see launch_id."""
-
-    folder: str
-    disks: Disks
-    lock: Lock
-    launch: str | None
-    run_id: str
-    origin: Origin
+    @property
+    def written(self) -> int:
+        """The step of the last checkpoint that this run has."""
+        return self.memory.written if self.memory else self.step if self.is_own else 0
 
     def check(self, args, made: Model, global_batch: int) -> None:
         """Raises UserError where a resumed run has another model, or would read other samples than before."""
-        if (found := self.origin.found) is None:
+        if (found := self.found) is None:
             return
         for name, value in ("global_batch", global_batch), ("seq_len", args.seq_len), ("seed", args.seed):
             if (saved := found.state[name]) != value:
@@ -137,7 +97,7 @@ class Start:
                                 "--batch_size x micro-batches, --seq_len and --seed as they were")
         for flag in FLAGS:
             value = getattr(args, flag, None)
-            if flag in self.origin.flags and (saved := self.origin.flags[flag]) != value:
+            if flag in self.flags and (saved := self.flags[flag]) != value:
                 raise UserError(f"{found.path} was saved with --{flag} {saved}, but this run has "
                                 f"{value}: give the same")
         if unlike := sorted({*made.names} ^ {*found.state["names"]}):
@@ -155,53 +115,60 @@ class Start:
 
         A host that joins late may have such, too. Those before --resume DIR become this run's. Collective.
         """
-        origin, states = self.origin, read_states(self.folder) if self.disks.leads else {}
-        own = {name: state for name, state in states.items() if origin.keeps(name, state)}
-        move_aside(self.disks, lambda name: name not in own, origin.found.name if origin.is_own else None)
+        folder = self.disks.folder
+        states = read_states(folder) if self.disks.leads and self.is_own else {}
+        own = {name: state for name, state in states.items()  # what can't be read may be of that run
+               if run_of(state) in (None, run_of(self.found.state))
+               and not (self.is_another_run and step_of(name) > self.step)}
+        move_aside(self.disks, lambda name: name not in own, self.found.name if self.is_own else None)
         with self.disks.together(CANT_WRITE):
-            for name, state in own.items() if origin.is_another_run else ():
+            for name, state in own.items() if self.is_another_run else ():
                 if run_of(state):
-                    write_state(os.path.join(self.folder, name, STATE), {**state, "run_id": self.run_id})
-
-    def loader(self, held, device: torch.device) -> Loader | PeerLoader | None:
-        """`held`: what this rank holds, a LiveState or None. None of a new run."""
-        return self.origin.loader(held, self.disks, device)
+                    write_state(os.path.join(folder, name, STATE), {**state, "run_id": self.run_id})
 
 
-def restore(start: Start, loader, stage, optimizer: torch.optim.Optimizer, scheduler) -> None:
-    """Gives the optimizer its state after the last step, and the scheduler the steps that it has made. Collective."""
-    with start.disks.together():
-        loader.load_optimizer(optimizer, stage)
-    with warnings.catch_warnings():  # of steps of the scheduler without the optimizer's
-        warnings.simplefilter("ignore")
-        for _ in range(start.origin.step):  # so that --learning_rate and the other flags have their effect
-            scheduler.step()
+    def restore(self, stage, optimizer: torch.optim.Optimizer, scheduler) -> None:
+        """Gives the optimizer its state after the last step, and the scheduler the steps that it has made. Collective.
+        """
+        with self.disks.together():
+            self.loader.load_optimizer(optimizer, stage)
+        with warnings.catch_warnings():  # of steps of the scheduler without the optimizer's
+            warnings.simplefilter("ignore")
+            for _ in range(self.step):  # so that --learning_rate and the other flags have their effect
+                scheduler.step()
 
 
-def find_start(args, generation) -> Start:
-    """`generation`: of the processes. What they still hold in memory counts first. Collective.
+def find_start(args, generation: Generation, device: torch.device) -> Start:
+    """What the processes of the generation still hold in memory counts first. Weights go to the device. Collective.
 
     Raises UserError for a --checkpoint_dir that can't be written, a --resume that can't be read.
     """
     check_texts(args)
+
+    # its folder, which no other run may have
     folder = os.path.join(os.path.abspath(args.checkpoint_dir), args.run_name)
-    disks = Disks(folder, needs_room=generation.held is None)
+    disks = Disks(folder, needs_room=generation.live is None)
     if is_home() and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:  # hosts
         print(f"what the run leaves for you is on {socket.gethostname()}, in {folder}", flush=True)
     lock = Lock(disks)
     generation.at_end.callback(lock.close)
+
+    # what this very run has left there, if this is a later start of one launch
     launch, may_be_again = launch_id(args.resume)
     run_id = next((each["run_id"] for each in disks.gather(lock.before)
                    if may_be_again and each.get("launch") == launch), None)
-    if memory := find_in_memory(generation, disks):
-        origin = Memory(Found(name_of_step(memory.state["step"]), folder, memory.state, {}), memory)
+
+    # the state of training
+    if memory := find_in_memory(generation, disks, device):
+        found, is_own, is_another_run = memory.found, True, False
     else:
-        origin = find_on_disks(args.resume, folder, disks, run_id)
-    if origin.found and not origin.is_another_run:
-        run_id = run_of(origin.found.state)
-    if origin.found and is_home():
-        print(f"going on after step {origin.step}: {'in memory' if memory else origin.found.path}", flush=True)
-    return Start(folder, disks, lock, launch, run_id or disks.gather(uuid.uuid4().hex)[0], origin)
+        found, is_own, is_another_run = find_on_disks(args.resume, disks, run_id)
+    if found and not is_another_run:
+        run_id = run_of(found.state)
+    if found and is_home():
+        print(f"going on after step {found.state['step']}: {'in memory' if memory else found.path}", flush=True)
+    return Start(generation, disks, lock, launch, run_id or disks.gather(uuid.uuid4().hex)[0], found,
+                 memory or found and Loader(found, disks, device), memory, is_own, is_another_run)
 
 
 def check_texts(args) -> None:
@@ -213,21 +180,21 @@ def check_texts(args) -> None:
             check_text(f"--{name}", value)
 
 
-def find_on_disks(wanted: str | None, folder: str, disks: Disks, run_id: str | None) -> Origin:
-    """`wanted`: --resume. Collective.
+def find_on_disks(wanted: str | None, disks: Disks, run_id: str | None) -> tuple[Found | None, bool, bool]:
+    """What a Start has as found, is_own and is_another_run. `wanted`: --resume. Collective.
 
     DIR counts for the first start of a launch only: a later one, which knows its `run_id`, goes on with what this very
     run has saved since.
     """
     if run_id or wanted == "auto":
-        if found := find_checkpoint("auto", folder, disks, run_id):
-            return Newest(found)
+        if found := find_checkpoint("auto", disks.folder, disks, run_id):
+            return found, True, False
         if run_id and dist.get_rank() == 0:
-            print(f"{folder} has no whole checkpoint of this run: it starts as it did first", flush=True)
-    if wanted in (None, "auto") or not (found := find_checkpoint(wanted, folder, disks)):
-        return New()
-    is_own = disks.gather(os.path.realpath(found.folder) == os.path.realpath(folder))[0]
-    return Earlier(found) if is_own else Branch(found)
+            print(f"{disks.folder} has no whole checkpoint of this run: it starts as it did first", flush=True)
+    if wanted in (None, "auto"):
+        return None, False, False
+    found = find_checkpoint(wanted, disks.folder, disks)
+    return found, disks.gather(os.path.realpath(found.folder) == os.path.realpath(disks.folder))[0], True
 
 
 def launch_id(resume: str | None) -> tuple[str | None, bool]:

@@ -1,6 +1,6 @@
 """One training, from its flags to its last step. In an elastic run it begins anew where processes come or go.
 
-    join            the ranks meet
+    meet            the ranks join each other, and say who is there
     make_model      the model without weights, on the meta device
     find_plan       where the model is too large for one machine, or --plan says so: who holds which layers
     find_start      the run's folder, and the checkpoint to go on from
@@ -16,7 +16,6 @@ import argparse
 import functools
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 
 from data.batches import Data, check_data_flags, pad, weighted
@@ -36,7 +35,7 @@ from run.loop import check_profile_batch, train
 from run.plan_at_start import find_plan
 from run.samples import Rebalancer, SamplesPlugin
 from run.session import Session, Trained
-from run.start import Start, find_start, restore
+from run.start import Start, find_start
 from utils import TINY_LLAMA, make_scheduler
 
 
@@ -57,45 +56,37 @@ def run_training(args: argparse.Namespace, make_model: Callable) -> None:
 
 def train_generation(make_model: Callable, args: argparse.Namespace, generation: Generation) -> int:
     """The whole training with the processes that are there. The exit code."""
-    device, dtype = join(args, generation)
+    device, dtype = meet(args, generation.join)
+    print_banner(device, dtype)
     made = make_model(args, dtype)
     if made.lora:
         print_sizes(made.lora)
     if plan := find_plan(args, made, device, dtype):
         renumber_ranks(machines_of(plan))
-    start = find_start(args, generation)
-    layout = choose_layout(args, made, plan, start.origin.found, device, dtype)
-    made = with_weights(made, args, device, start.origin.found is not None)
+    start = find_start(args, generation, device)
+    layout = choose_layout(args, made, plan, start.found, device, dtype)
+    made = with_weights(made, args, device, start.found is not None)
     rebalancer = Rebalancer(args, layout, made.model.config)  # before `args` have the layout's numbers
     args.run_id = start.run_id  # from here on `args` are what the run's records say
-    args.learning_rate = args.learning_rate or start.origin.flags.get("learning_rate") or made.learning_rate
+    args.learning_rate = args.learning_rate or start.flags.get("learning_rate") or made.learning_rate
     vars(args).update(layout.as_flags())
     plugin = layout.form(args, made.model.config)
-    code = train_together(args, plugin, made, start, generation, rebalancer)
+    code = train_together(args, plugin, made, start, rebalancer)
     dist.destroy_process_group()
     return code
 
 
-def join(args, generation: Generation) -> tuple[torch.device, torch.dtype]:
-    """Meets the other ranks. Returns the device that this one computes on, and the dtype of all."""
-    device, dtype = meet(args, generation.join)
-    print_banner(device, dtype)
-    return device, dtype
-
-
-def train_together(args, plugin: SamplesPlugin, made: Model, start: Start, generation: Generation,
-                   rebalancer: Rebalancer) -> int:
+def train_together(args, plugin: SamplesPlugin, made: Model, start: Start, rebalancer: Rebalancer) -> int:
     """All machines make each step together. The exit code."""
     tokenizer, vocab_size = args.model_name or TINY_LLAMA, made.model.config.vocab_size
     start.check(args, made, plugin.global_batch_size)
     data = Data(args, tokenizer, vocab_size, plugin.global_batch_size, args.max_steps, args.max_steps_per_epoch)
-    require_same_data(start.origin.found, args, tokenizer, vocab_size, data.read)
+    require_same_data(start.found, args, tokenizer, vocab_size, data.read)
     num_steps = args.max_steps or args.epochs * data.train.steps_per_epoch
     data.train.set_steps(num_steps)
     check_profile_batch(args, num_steps)
-    batches = plugin.batches(data.train, data.collate, start.origin.step)
-    session = set_up(args, plugin, made, start, generation, tokenizer, data, num_steps)
-    generation.begin(session)
+    batches = plugin.batches(data.train, data.collate, start.step)
+    session = set_up(args, plugin, made, start, tokenizer, data, num_steps)
     session.begin()
     evaluator = None
     if data.evaluation:
@@ -104,17 +95,17 @@ def train_together(args, plugin: SamplesPlugin, made: Model, start: Start, gener
     return train(session, batches, weighted(made.criterion), num_steps, evaluator, rebalancer)
 
 
-def set_up(args, plugin: SamplesPlugin, made: Model, start: Start, generation: Generation, tokenizer: str, data: Data,
+def set_up(args, plugin: SamplesPlugin, made: Model, start: Start, tokenizer: str, data: Data,
            num_steps: int) -> Session:
     """This rank's stage with its weights, its optimizer and its scheduler. Collective."""
-    loader = start.loader(generation.held, plugin.device)
-    if generation.held and plugin.dp_size == dist.get_world_size():
-        plugin.unfinished = generation.held.unfinished
+    loader, live = start.loader, start.generation.live
+    if live and plugin.dp_size == dist.get_world_size():
+        plugin.unfinished = live.unfinished
     if loader:
         start.clear_folder()  # before a host is sent the files that it lacks
     weights = loader.weights if loader else made.initial
     if made.lora:  # the frozen weights are the model's own, and a checkpoint has the adapters
-        weights = made.lora.weights(made.initial, loader, plugin.device, is_moved=start.origin.is_in_memory)
+        weights = made.lora.weights(made.initial, loader, plugin.device, is_moved=start.memory is not None)
 
     def load(stage) -> None:
         with start.disks.together():  # which is patient with a slow disk
@@ -127,6 +118,6 @@ def set_up(args, plugin: SamplesPlugin, made: Model, start: Start, generation: G
     scheduler = make_scheduler(optimizer, num_steps, args.warmup_steps, args.lr_decay)
     start.lock.write(start.run_id, start.launch)
     if loader:
-        restore(start, loader, model.module, optimizer, scheduler)
-    return Session(args, start, generation, made, Trained(plugin, model, optimizer, scheduler), tokenizer,
+        start.restore(model.module, optimizer, scheduler)
+    return Session(args, start, made, Trained(plugin, model, optimizer, scheduler), tokenizer,
                    data.read, data.train.steps_per_epoch)

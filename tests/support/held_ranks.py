@@ -1,165 +1,222 @@
 """Three ranks that hold unlike parts of a training, as after the loss of a host, and check what each has afterwards."""
 
+import argparse
+import contextlib
+import gc
 import itertools
+import json
+import os
 import pathlib
 import random
 import sys
-import types
+import weakref
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent.parent / "cluster"))
 
 from ranks import course  # noqa: E402, F401  before step 9's modules
 
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
 import process_group_manager as pgm  # noqa: E402
+from checkpoints.save import Checkpointer  # noqa: E402
+from hosts import exits  # noqa: E402
+from pipeline_template import PipelineTemplate  # noqa: E402
 from ranks.collectives import gather  # noqa: E402
-from run import live_state  # noqa: E402
-from run.live_state import Commit, LiveState, PeerLoader, find_in_memory  # noqa: E402
+from ranks.disks import Disks  # noqa: E402
+from ranks.lost import VARIABLE, MembershipChanged  # noqa: E402
+from run.generation import Generation, train_in_generations  # noqa: E402
+from run.live_state import Commit, LiveState, find_in_memory, key_of, who_has_what  # noqa: E402
+from run.samples import SamplesPlugin  # noqa: E402
+from utils import UserError  # noqa: E402
 
-NORM, CPU, TIED = 3.0, torch.device("cpu"), ("layers.0.weight", "layers.3.weight")
-STATES = "incomplete", "complete", "committed", "applied"  # of the second step, in which the host was lost
-
-
-class Stage:
-    """Layers of a model that has a weight a layer, and a buffer; with `tied` the last one's is the first one's."""
-
-    def __init__(self, layers, tied=None, value=1.0):
-        self.model, self.tied, self.stage_index = nn.Module(), tied, 0
-        self.model.layers = nn.ModuleDict({str(i): nn.Module() for i in layers})
-        for i in layers:
-            layer, source = self.model.layers[str(i)], 0 if tied and i == 3 else i
-            layer.weight = nn.Parameter(torch.full((2, 3), value + source, dtype=torch.float64))
-            if source != i and 0 in layers:
-                layer.weight = self.model.layers["0"].weight
-            layer.register_buffer("seen", torch.tensor(value * i))
-        self.template = types.SimpleNamespace(modules_per_stage=[[f"layers.{i}" for i in layers]])
+NORM, CPU = 3.0, torch.device("cpu")
+STATES = "incomplete", "complete", "committed", "applied"  # of the step in which the host was lost
+REPLICAS = [[4], [4], [4]]
 
 
-def in_memory(held, disks, number: int):
-    """What the ranks hold, as generation `number` finds it."""
-    return find_in_memory(types.SimpleNamespace(held=held, number=number, forget=lambda: None), disks)
+def whole(seed: int, is_tied: bool = False) -> LlamaForCausalLM:
+    """Of four layers, with random weights and a buffer that checkpoints have."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(
+        hidden_size=12, intermediate_size=24, num_hidden_layers=4, num_attention_heads=3, num_key_value_heads=3,
+        vocab_size=30, tie_word_embeddings=is_tied)).double()
+    for i, layer in enumerate(model.model.layers):
+        layer.register_buffer("seen", torch.tensor(float(seed + i)))
+    return model
 
 
-def held_by(stage, step: int, everything=None, generation: int = 1, tp_rank: int = 0) -> LiveState:
-    optimizer = torch.optim.AdamW(stage.model.parameters(), lr=0.1)
+def train(disks: Disks, pipelines, weights=None, step: int = 5, seed: int = 1, tied: bool = False, tp_size: int = 1):
+    """A plugin whose `pipelines` have so many layers a stage, the model that it has made, and its state. `weights`: as
+    plugin.configure has it; without, they are those that all ranks draw by `seed`."""
+    model = whole(seed, tied)
+    plugin = SamplesPlugin(tp_size, 1, "float64", "cpu")
+    plugin.set_pipelines([PipelineTemplate.from_layers_per_stage(model, each) for each in pipelines],
+                         [1] * len(pipelines))
+    model, optimizer, _ = plugin.configure(model, lambda named: torch.optim.AdamW(named, lr=0.1), weights=weights)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    checkpointer = types.SimpleNamespace(stage=stage, optimizer=optimizer, scheduler=scheduler, host=[1], written=0,
-                                   state=lambda step: {"step": step})
-    everything = frozenset(everything or live_state.weights_of(stage, 0))
-    return LiveState(types.SimpleNamespace(
-        trained=types.SimpleNamespace(plugin=types.SimpleNamespace(unfinished=None)),
-        checkpointer=checkpointer, step=step, commit=None, everything=everything,
-        tp_rank=tp_rank, args=types.SimpleNamespace(max_grad_norm=1.0, local_steps=None),
-        generation=types.SimpleNamespace(number=generation)))
+    checkpointer = Checkpointer(disks, model, optimizer, scheduler, lambda step: {}, {})
+    tp_rank = pgm.process_group_manager.tp_rank
+    live = LiveState(checkpointer, 1, tp_rank, 1.0, step)
+    live.everything, _ = who_has_what(model.module, tp_rank, str(dist.get_rank()))
+    return plugin, model, live
 
 
-def after(state: str) -> LiveState:
-    """A rank that was lost in its second step: its gradients are half there, or it is committed, or it has applied it.
-    """
-    it = held_by(stage := Stage(range(4)), 1)
-
-    def gradients(factor: float) -> None:
-        for i, param in enumerate(stage.model.parameters()):
-            param.grad = torch.full_like(param, factor * (i + 1))
-
-    gradients(1.0)
-    it.optimizer.step()
-    it.scheduler.step()
-    gradients(0.3 if state == "incomplete" else 2.0)
-    if state in ("committed", "applied"):
-        it.clip(NORM)
-        it.commit = Commit(2, 0.5, NORM, 0.1)
-    if state == "applied":
-        it.optimizer.step()
-        it.scheduler.step()
-        it.step = 2
-    return it
+def in_memory(live: LiveState | None, disks: Disks):
+    """What the ranks hold, as the next generation finds it; and that generation."""
+    generation = Generation(None, None, live)
+    return find_in_memory(generation, disks, CPU), generation
 
 
-def a_step_is_made_by_all_or_by_none(rank: int, disks) -> None:
+def a_step_is_made_by_all_or_by_none(rank: int, disks: Disks) -> None:
     """Whoever has passed the norm's all-reduce knows that all gradients are complete; nobody else has applied any."""
+    _, _, live = train(disks, REPLICAS, step=0)
+    params = [*live.stage.model.parameters()]
+    start, empty = [param.detach().clone() for param in params], (live.optimizer.state_dict(), live.scheduler.state_dict())
+
+    def after(state: str) -> None:
+        """Gradients are there in part, or all of them, or the rank is committed, or has taken the step."""
+        live.step, live.commit, live.generation = 0, None, 1
+        live.optimizer.load_state_dict(empty[0])
+        live.scheduler.load_state_dict(empty[1])
+        for i, (param, value) in enumerate(zip(params, start)):
+            param.data.copy_(value)
+            param.grad = torch.full_like(param, (0.3 if state == "incomplete" else 2.0) * (i + 1))
+        if state in ("committed", "applied"):
+            live.clip(NORM)
+            live.commit = Commit(1, 0.5, NORM, 0.1)
+        if state == "applied":
+            live.optimizer.step()
+            live.scheduler.step()
+            live.step = 1
+
+    expected = {}
+    for state in STATES[0], STATES[-1]:
+        after(state)
+        expected[state] = {key: value.detach().clone() for key, value in live.tensors().items()}
     for states in itertools.product(STATES, repeat=3):
         commits = bool({"committed", "applied"} & {*states})
         if commits and "incomplete" in states:
             continue
-        it, expected = after(states[rank]), after("applied" if commits else "incomplete").tensors()
-        specs, commit, state, _ = in_memory(it, disks, 9)
-        assert it.step == state["step"] == (2 if commits else 1) and (commit is not None) == commits, states
-        assert it.scheduler.last_epoch == it.step and len(specs) == 3
-        tensors = it.tensors()
-        assert tensors.keys() == expected.keys() and all(torch.equal(tensors[key], expected[key]) for key in expected)
+        after(states[rank])
+        memory, _ = in_memory(live, disks)
+        assert live.step == memory.found.state["step"] == commits == (memory.commit is not None), states
+        assert live.scheduler.last_epoch == live.step and all(memory.specs)
+        found, those = live.tensors(), expected["applied" if commits else "incomplete"]
+        assert found.keys() == those.keys() and all(torch.equal(found[key], those[key]) for key in those), states
 
 
-def only_what_is_of_the_run_counts(rank: int, disks) -> None:
+def only_what_is_of_the_run_counts(rank: int, disks: Disks) -> None:
     """Not a step before the run's, nor steps that a part made which was cut off, be they more."""
-    for each in ([held_by(Stage(range(2)), 3), held_by(Stage(range(2)), 1), None],
-                 [held_by(Stage(range(2)), step, generation=number) for step, number in ((3, 4), (8, 3), (3, 3))]):
-        specs, _, state, _ = in_memory(each[rank], disks, 9)
-        assert [len(spec) for spec in specs] == [4, 0, 0] and state["step"] == 3
-    everything = live_state.weights_of(Stage(range(4)), 0)
-    for each in [held_by(Stage([0, 1]), 5, everything), held_by(Stage([2]), 5, everything), None], [None] * 3:
-        assert in_memory(each[rank], disks, 9) is None, "a part is held by nobody: back to a checkpoint"
+    _, _, live = train(disks, REPLICAS)
+    for facts in [(3, 1), (1, 1), None], [(3, 4), (8, 3), (3, 3)]:
+        if facts[rank]:
+            live.step, live.generation = facts[rank]
+        memory, generation = in_memory(live if facts[rank] else None, disks)
+        assert [bool(spec) for spec in memory.specs] == [True, False, False] and memory.found.state["step"] == 3
+        assert (generation.live is live) == generation.has_state == (rank == 0)
+    _, _, live = train(disks, [[2, 1, 1]])
+    for lost in {1}, {0, 1, 2}:
+        memory, generation = in_memory(None if rank in lost else live, disks)
+        assert memory is generation.live is None, "a part is held by nobody: back to a checkpoint"
 
 
-def with_optimizer_state(it: LiveState) -> LiveState:
-    for param in it.stage.model.parameters():
-        it.optimizer.state[param] = {"step": torch.tensor(7.0), "exp_avg": param.detach() * 10}
-    return it
-
-
-def from_any_layout_to_any_other(rank: int, disks) -> None:
+def from_any_layout_to_any_other(rank: int, disks: Disks) -> None:
     """Layers of old pipelines to those of new ones. What a rank has stays where it is."""
-    for seed in range(12):
-        chance, tied = random.Random(seed), TIED if seed % 3 == 0 else None
+    for seed in range(8):
+        chance, tied = random.Random(seed), seed % 3 == 0
 
         def layout() -> list[list[int]]:
             """Some ranks hold all, and the others share the layers."""
             cut = sorted(chance.sample(range(1, 4), chance.choice([0, 1, 2])))
-            stages = [[*range(a, b)] for a, b in zip([0, *cut], [*cut, 4])]
-            return (stages + [[*range(4)]] * 3)[:3]
+            return [[b - a for a, b in zip([0, *cut], [*cut, 4])]] + [[4]] * (2 - len(cut))
 
         old, new = layout(), layout()
-        it = with_optimizer_state(held_by(Stage(old[rank], tied), 5, live_state.weights_of(Stage(range(4), tied), 0)))
-        if all(len(layers) == 4 for layers in old) and rank == chance.randrange(3):
-            it = None  # a process that has just been started
-        specs, *_ = in_memory(it, disks, 9)
-        moved, stage = PeerLoader(it, specs, disks, CPU), Stage(new[rank], tied, value=-1.0)
-        moved.weights(stage)
-        optimizer = torch.optim.AdamW(stage.model.parameters(), lr=0.1)
-        moved.load_optimizer(optimizer, stage)
-        own = it.tensors() if it else {}
-        for i in new[rank]:
-            layer, source = stage.model.layers[str(i)], 0 if tied and i == 3 else i
-            entries, key = optimizer.state[layer.weight], f"layers.{source}.weight"
-            assert (layer.weight == 1 + source).all() and layer.seen == i, (seed, i)
-            assert entries["step"] == 7 and torch.equal(entries["exp_avg"], layer.weight.detach() * 10)
-            if (key, "", 0) in own:
-                assert layer.weight.data_ptr() == own[key, "", 0].data_ptr()
-                assert entries["exp_avg"].data_ptr() == own[key, "exp_avg", 0].data_ptr()
+        _, _, live = train(disks, old, tied=tied)
+        for param, state in ((param, live.optimizer.state[param]) for param in live.stage.model.parameters()):
+            state |= {"step": torch.tensor(7.0), "exp_avg": param.detach() * 10}
+        if old == REPLICAS and rank == chance.randrange(3):
+            live = None  # a process that has just been started
+        memory, generation = in_memory(live, disks)
+        _, model, there = train(disks, new, memory.weights, seed=2, tied=tied)
+        memory.load_optimizer(there.optimizer, model.module)
+        own, found, right = live.tensors() if live else {}, there.tensors(), whole(1, tied).state_dict()
+        for key, value in found.items():
+            name, entry, _ = key
+            whole_one = torch.tensor(7.0) if entry == "step" else right[name] * (10 if entry else 1)
+            assert torch.equal(value, whole_one), (seed, key)
+            assert key not in own or value.data_ptr() == own[key].data_ptr(), (seed, key)
+        assert {entry for _, entry, _ in found} == {"", "step", "exp_avg"}
+        assert any(name.endswith("seen") for name, *_ in found)
 
 
-def tensor_parallel_parts_keep_apart(rank: int, disks) -> None:
-    """Each tensor-parallel rank has its own part under the same name: a new process gets that of its place."""
-    everything = {(f"layers.0.{name}", "", part) for name in ("weight", "seen") for part in (0, 1)}
-    it = held_by(Stage([0], value=10.0 * (rank + 1)), 2, everything, tp_rank=rank) if rank < 2 else None
-    specs, *_ = in_memory(it, disks, 9)
-    moved, key = PeerLoader(it, specs, disks, CPU), ("layers.0.weight", "", 1)
-    assert rank < 2 and not moved.move(set()) or (moved.move({key})[key] == 20).all()
+def tensor_parallel_parts_keep_apart(rank: int, disks: Disks) -> None:
+    """Each tensor-parallel rank has its own part under the same name."""
+    _, model, live = train(disks, [[4]], tp_size=3)
+    name = "model.layers.0.mlp.up_proj.weight"
+    memory, parts = in_memory(live, disks)[0], gather(model.module.model.get_parameter(name).detach())
+    for part in range(3):
+        key = name, "", part
+        assert torch.equal(memory.move({key})[key], parts[part]) and not torch.equal(parts[part], parts[part - 1])
+    assert key_of(model.module, "layers.0.base_layer.weight", "", 0) == ("layers.0.weight", "", 0)
+    assert key_of(model.module, "layers.0.lora_a", "exp_avg", 1) == ("layers.0.lora_a", "exp_avg", 1)
+
+
+def what_a_generation_has_made_goes_with_it(rank: int, disks: Disks) -> None:
+    """The buckets with their gradients, too, while its weights are still held, and a checkpoint can be described."""
+    plugin, model, live = train(disks, REPLICAS)
+    what_a_process_without_room_ends(rank, disks, plugin, live)
+    made, generation = [weakref.ref(plugin), *map(weakref.ref, model.buckets)], Generation(None, None)
+    generation.begin(live, plugin)
+    generation.end(MembershipChanged("a host is lost"))
+    del plugin, model
+    gc.collect()
+    assert len(made) > 1 and not any(each() for each in made) and not dist.is_initialized()
+    assert generation.live is live and live.checkpointer.state(3)["step"] == 3
+    live.stage.model.parameters = lambda: [object()]  # of a torch that has changed
+    with pytest.raises(UserError, match="torch no longer has .*'_post_accumulate_grad_hooks'"):
+        live.release(SamplesPlugin)
+
+
+def what_a_process_without_room_ends(rank: int, disks: Disks, plugin: SamplesPlugin, live: LiveState) -> None:
+    """Its records are made when the session has begun. The run goes on where another process has no room; an error that
+    came of the training ends it, and a process that has just come, which nobody needs, ends alone."""
+    os.environ[VARIABLE] = json.dumps({"id": "run", "token": "token", "hosts": ["127.0.0.1"], "host": 0, "port": 0,
+                                       "at_least": 1, "at_most": 1, "nproc": 3})
+    args = argparse.Namespace(checkpoint_dir=disks.folder, run_name="run", tp_size=1)
+    for held, made, expected in (True, 0, None), (True, 1, UserError), (False, 0, SystemExit):
+        generations = []
+
+        def generation_of(args, generation: Generation) -> int:
+            generations.append(generation)
+            generation.members.contacts.found_running = not held
+            if len(generations) == 3:
+                return len(generations)
+            if held:
+                generation.begin(live, plugin)
+            if held and len(generations) == 1:
+                raise MembershipChanged("a host is lost")
+            live.step += made
+            raise UserError("rank 1: can't write runs: No space left on device")
+
+        ends = pytest.raises(expected) if expected else contextlib.nullcontext()
+        with ends as raised, mock.patch("os._exit", sys.exit):
+            assert train_in_generations(args, generation_of) == 3
+        assert len(generations) == (1 + held if expected else 3)
+        assert expected is not SystemExit or raised.value.code == exits.OF_THIS_MACHINE
 
 
 def main() -> None:
     pgm.init_process_group("gloo")
-    pgm.process_group_manager = types.SimpleNamespace(tp_rank=0)
-    rank = dist.get_rank()
-    disks = types.SimpleNamespace(rank=rank, group=None, gather=gather)
+    rank, disks = dist.get_rank(), Disks(sys.argv[1])
     for check in (a_step_is_made_by_all_or_by_none, only_what_is_of_the_run_counts, from_any_layout_to_any_other,
-                  tensor_parallel_parts_keep_apart):
+                  tensor_parallel_parts_keep_apart, what_a_generation_has_made_goes_with_it):
         check(rank, disks)
-        print(f"rank {rank}: {check.__name__}")
-    dist.barrier()
+        print(f"done: {check.__name__}")
 
 
 main()
