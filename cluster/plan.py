@@ -128,7 +128,7 @@ def plan(args) -> None:
                             f"{measured[flag]}: leave the flag out, or measure again with it")
     setting = Setting(args.schedule, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
     plans = find_plans(cluster, args.global_batch or 32, setting, args.micro_batch_size, args.memory_fraction)
-    write("--out", args.out, as_plan(cluster, plans))  # before printing, which `| head` may end
+    write("--out", args.out, as_plan(cluster, plans.best[0]))  # before printing, which `| head` may end
     print(f"{report(cluster, plans, args.top)}\nplan: {args.out}\n{command(cluster, args)}")
 
 

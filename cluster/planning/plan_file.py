@@ -85,7 +85,8 @@ def plan_for(hosts: list[str], plan: dict, cluster_json: str) -> dict:
         positions = positions_of(hosts, cluster.hosts)
         ranks = [rank for rank, position in enumerate(positions) if position is not None]
         cluster = cluster.only([positions[rank] for rank in ranks])
-        made = as_plan(cluster, find_plans(cluster, -(-total // size) * size, setting_of(plan), [size]))
+        plans = find_plans(cluster, -(-total // size) * size, setting_of(plan), [size])
+        made = as_plan(cluster, plans.best[0])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"no plan for {', '.join(hosts)}: {cluster_json}: {error}") from None
     for pipeline in made["pipelines"]:

@@ -3,21 +3,21 @@
 import collections
 import math
 
-from planning.machines import Cluster, Setting
-from planning.search import EVEN, Plans, Scored
+from planning.machines import Cluster
+from planning.search import EVEN, Plans
+from planning.simulate import Result
 from utils import to_readable_format
 
 EXCHANGED = 0.05  # part of the time that exchanges take, at most, where local steps are many enough
 
 
-def as_plan(cluster: Cluster, plans: Plans) -> dict:
-    """The best plan as the content of plan.json. Machines are the ranks that measured, in stage order; those in no
-    pipeline idle."""
-    (pipelines, size, *_), result = plans.best[0]
+def as_plan(cluster: Cluster, result: Result) -> dict:
+    """The content of plan.json. Machines are the ranks that measured, in stage order; those in no pipeline idle."""
+    pipelines, size, *_ = result.candidate
     return {
         "model_name": cluster.model_name, "model": cluster.model, "seq_len": cluster.seq_len, "dtype": cluster.dtype,
         "global_batch": size * sum(pipeline.num_microbatches for pipeline in pipelines), "micro_batch_size": size,
-        **plans.setting.for_pipelines([pipeline.layers for pipeline in pipelines])._asdict(),
+        **result.setting.for_pipelines([pipeline.layers for pipeline in pipelines])._asdict(),
         "hosts": cluster.hosts, **{flag: cluster.flags.get(flag) for flag in ("lora_rank", "base_bits")},
         "pipelines": [{"machines": list(pipeline.machines), "layers": list(pipeline.layers),
                        "num_microbatches": pipeline.num_microbatches} for pipeline in pipelines],
@@ -27,9 +27,9 @@ def as_plan(cluster: Cluster, plans: Plans) -> dict:
     }
 
 
-def describe(cluster: Cluster, scored: Scored, setting: Setting) -> list[str]:
+def describe(cluster: Cluster, result: Result) -> list[str]:
     """Two lines: what a plan takes; its pipelines and machines in the words of train.py's flags."""
-    (pipelines, size, *_), result = scored
+    pipelines, size, *_ = result.candidate
     tokens = size * sum(pipeline.num_microbatches for pipeline in pipelines) * cluster.seq_len
     used = [rank for pipeline in pipelines for rank in pipeline.machines]
     idle = [rank for rank in range(len(cluster.machines)) if rank not in used]
@@ -40,7 +40,7 @@ def describe(cluster: Cluster, scored: Scored, setting: Setting) -> list[str]:
     return [f"{result.step_seconds:.4g} s a step | {to_readable_format(tokens / result.step_seconds)} tokens/s | "
             f"bubble {result.bubble:.0%} | {result.bytes_on_wire / 1e6:.3g} MB on the wire | peak memory {peaks} MB",
             f'--pipelines "{layers}" --num_microbatches "{shares}" --micro_batch_size {size}'
-            + (" --recompute" if setting.recompute else "") + f" | machines {machines}"
+            + (" --recompute" if result.setting.recompute else "") + f" | machines {machines}"
             + (f" | idle: {', '.join(map(str, idle))}" if idle else "")]
 
 
@@ -48,26 +48,26 @@ def report(cluster: Cluster, plans: Plans, top: int) -> str:
     """The best few plans, then the uniform ones against the best."""
     names = ", ".join(f"{rank} {machine.host}" for rank, machine in enumerate(cluster.machines))
     lines = [f"machines: {names}", f"{plans.num_simulated} plans simulated"]
-    for i, scored in enumerate(plans.best[:top], 1):
-        first, second = describe(cluster, scored, plans.setting)
+    for i, result in enumerate(plans.best[:top], 1):
+        first, second = describe(cluster, result)
         lines += [f"{i:2}. {first}", f"    {second}"]
-    best = plans.best[0].result.step_seconds
-    for name, scored in plans.uniform.items():
-        if not scored:
+    best = plans.best[0].step_seconds
+    for name, result in plans.uniform.items():
+        if not result:
             lines.append(f"{name}: not possible, there are too few layers or samples, or too little memory")
-        elif scored.result.step_seconds <= best:
+        elif result.step_seconds <= best:
             lines.append(f"{name}: this is the best plan")
         else:
-            seconds = scored.result.step_seconds
-            lines.append(f"{name}: {seconds / best:.2f} times the best plan's step, {seconds:.4g} s")
-    if scored := plans.uniform.get(EVEN):
-        lines.append(describe_local_steps(cluster, scored))
+            ratio = result.step_seconds / best
+            lines.append(f"{name}: {ratio:.2f} times the best plan's step, {result.step_seconds:.4g} s")
+    if result := plans.uniform.get(EVEN):
+        lines.append(describe_local_steps(cluster, result))
     return "\n".join(lines)
 
 
-def describe_local_steps(cluster: Cluster, scored: Scored) -> str:
-    """What replicas gain that exchange seldom. `scored`: the plan by which each machine takes an even share."""
-    (pipelines, size, *_), result = scored
+def describe_local_steps(cluster: Cluster, result: Result) -> str:
+    """What replicas gain that exchange seldom. `result`: of the plan by which each machine takes an even share."""
+    pipelines, size, *_ = result.candidate
     busy, tokens = collections.Counter(), {each.machines[0]: each.num_microbatches * size * cluster.seq_len
                                            for each in pipelines}
     for span in result.spans:

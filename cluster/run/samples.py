@@ -20,9 +20,9 @@ import torch
 import process_group_manager as pgm
 from dataloader import deal_microbatches
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
+from models.loss import has_router_loss
 from planning.rebalancing import EARLY, Rebalancing
 from ranks.collectives import say
-from run.speeds import has_router_loss
 
 
 class SamplesPlugin(HeterogeneousParallelPlugin):

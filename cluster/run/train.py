@@ -28,12 +28,12 @@ from planning.plan_file import machines_of
 from ranks.join import meet, print_banner
 from ranks.placement import renumber_ranks
 from run.evaluation import Evaluator
+from run.decide import choose_layout, find_plan
 from run.flags import make_adamw
 from run.generation import Generation, train_in_generations
-from run.layout import check_layout_flags, choose_layout
+from run.layout import check_layout_flags
 from run.local_steps import check_local_flags
 from run.loop import check_profile_batch, train
-from run.plan_at_start import find_plan
 from run.samples import Rebalancer, SamplesPlugin
 from run.session import Session, Trained
 from run.start import Start, find_start, restore
