@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 from data.rows import encode_rows, find_source, first_kind, texts
 from dataloader import TokenSamples, encode, files_at, load_tokenizer
-from ranks.collectives import gather
+from ranks.collectives import gather, say
 from ranks.disks import Disks
 from ranks.files import CHUNK, unmarked
 from ranks.placement import home_rank, once_per_machine
@@ -131,10 +131,9 @@ def report_rows(args, truncated: int, left_out: int, count: int) -> None:
     if not count:
         raise UserError(f"--dataset_name {args.dataset_name!r} has no sample with a target among its first seq_len + 1 "
                         f"= {args.seq_len + 1} tokens: {remedy}")
-    if (truncated or left_out) and dist.get_rank() == 0:
-        print(f"{truncated} rows are longer than seq_len + 1 = {args.seq_len + 1} tokens and were truncated; "
-              f"{left_out} samples have no target and are left out; {count} samples remain ({remedy}, to lose fewer)",
-              flush=True)
+    if truncated or left_out:
+        say(f"{truncated} rows are longer than seq_len + 1 = {args.seq_len + 1} tokens and were truncated; "
+            f"{left_out} samples have no target and are left out; {count} samples remain ({remedy}, to lose fewer)")
 
 
 def encode_for_all(dataset_name: str, *more) -> str:

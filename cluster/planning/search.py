@@ -196,21 +196,20 @@ class Search:
 
     def uniform_plans(self) -> dict[str, Result | None]:
         """What one would write without a planner, with its best micro-batch size; None where it is not possible."""
-        everyone = tuple(range(len(self.speed)))
+        everyone, found = tuple(range(len(self.speed))), {}
         plans = {"the fastest machine alone": ((self.fastest_first[0],),)}
         if len(everyone) > 1:
             plans |= {"one pipeline, even layers": (everyone,),
                       EVEN: tuple((rank,) for rank in everyone)}
-        return {name: self.uniform(groups) for name, groups in plans.items()}
-
-    def uniform(self, groups: Grouping) -> Result | None:
-        results = []
-        for size in self.sizes:
-            with contextlib.suppress(UserError):  # too few layers or micro-batches
-                shares = shares_by_speed(self.global_batch // size, [1.0] * len(groups))
-                split = [tuple(shares_by_speed(self.cluster.num_layers, [1.0] * len(group))) for group in groups]
-                results.append(self.simulate(Candidate(tuple(map(Pipeline, groups, split, shares)), size)))
-        return min(filter(None, results), key=seconds_of, default=None)
+        for name, groups in plans.items():
+            results = []
+            for size in self.sizes:
+                with contextlib.suppress(UserError):  # too few layers or micro-batches
+                    shares = shares_by_speed(self.global_batch // size, [1.0] * len(groups))
+                    split = [tuple(shares_by_speed(self.cluster.num_layers, [1.0] * len(group))) for group in groups]
+                    results.append(self.simulate(Candidate(tuple(map(Pipeline, groups, split, shares)), size)))
+            found[name] = min(filter(None, results), key=seconds_of, default=None)
+        return found
 
     def missing_memory(self) -> str:
         """Why no plan fits: what the model takes, and what each machine has."""

@@ -98,7 +98,8 @@ def measure(args, made, device: torch.device, dtype: torch.dtype) -> dict:
 
 def choose(args, data: dict) -> dict | None:
     """The plan; None where every machine can hold the whole model. Prints it. Raises UserError where nothing fits."""
-    cluster, size, setting = Cluster(data), args.batch_size, setting_of_flags(args)
+    cluster, size = Cluster(data), args.batch_size
+    setting = Setting(args.pp_engine, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
     n = len(cluster.machines)
     total = sum(args.num_microbatches[0]) if args.num_microbatches else args.gradient_accumulation * n
     [whole] = peak_memory(cluster, Pipeline((0,), (cluster.num_layers,), total), size, setting)  # on one machine
@@ -109,10 +110,6 @@ def choose(args, data: dict) -> dict | None:
     best = find_plans(cluster, total * size, setting, [size], may_recompute=True).best[0]
     print("plan:", *describe(cluster, best), sep="\n    ", flush=True)
     return as_plan(cluster, best)
-
-
-def setting_of_flags(args) -> Setting:
-    return Setting(args.pp_engine, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
 
 
 def choose_layout(args, made, plan: dict | None, found, device: torch.device, dtype: torch.dtype) -> Layout:
@@ -139,8 +136,8 @@ def choose_layout(args, made, plan: dict | None, found, device: torch.device, dt
     if args.local_steps:  # of unlike sizes, equally many on all ranks; or else all of one size
         local_steps = [args.local_steps] * len(shares) if args.num_microbatches else shares
         shares = [unit * count for count in shares]
-    setting = setting_of_flags(args).for_pipelines(pipelines)  # there may be nothing to send
-    return Layout(templates, shares, args.batch_size, setting, local_steps, args.tp_size)
+    setting = Setting(args.pp_engine, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
+    return Layout(templates, shares, args.batch_size, setting.for_pipelines(pipelines), local_steps, args.tp_size)
 
 
 def choose_pipelines(args, made, device, dtype) -> tuple[list[list[int]], list[int] | None]:

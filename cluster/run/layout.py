@@ -20,7 +20,7 @@ from planning.schedules import SCHEDULES
 from ranks.collectives import gather, say
 from run.compression import compress
 from run.local_steps import LocalPlugin
-from run.samples import SamplesPlugin
+from run.samples import SamplesPlugin, rebalancing_of
 from train import counts  # step 9's
 from utils import UserError, positive_int
 
@@ -83,10 +83,12 @@ class Layout:
         return [-(-count // self.micro_batch_size) for count in self.samples]
 
     def form(self, args, config) -> SamplesPlugin:
-        """Makes the groups of ranks: the plugin that trains by this layout. Collective. Raises UserError."""
+        """Makes the groups of ranks: the plugin that trains by this layout. `args` as they were before they have its
+        numbers. Collective. Raises UserError."""
         kind = functools.partial(LocalPlugin, args, self.local_steps) if self.local_steps else SamplesPlugin
         plugin = kind(self.tp_size, self.micro_batch_size, args.dtype, args.device, SCHEDULES[self.setting.schedule],
                       self.setting.recompute)
+        plugin.rebalancing = rebalancing_of(args, self, config)
         if self.local_steps:
             say(f"local steps of a round: {', '.join(map(str, self.local_steps))}")
         say(f"samples of a {'round' if self.local_steps else 'step'}, in micro-batches of up to "

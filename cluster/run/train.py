@@ -34,7 +34,7 @@ from run.generation import Generation, train_in_generations
 from run.layout import check_layout_flags
 from run.local_steps import check_local_flags
 from run.loop import check_profile_batch, train
-from run.samples import Rebalancer, SamplesPlugin
+from run.samples import SamplesPlugin
 from run.session import Session, Trained
 from run.start import Start, find_start, restore
 from utils import TINY_LLAMA, make_scheduler
@@ -66,12 +66,11 @@ def train_generation(make_model: Callable, args: argparse.Namespace, generation:
     start = find_start(args, generation)
     layout = choose_layout(args, made, plan, start.origin.found, device, dtype)
     made = with_weights(made, args, device, start.origin.found is not None)
-    rebalancer = Rebalancer(args, layout, made.model.config)  # before `args` have the layout's numbers
+    plugin = layout.form(args, made.model.config)
     args.run_id = start.run_id  # from here on `args` are what the run's records say
     args.learning_rate = args.learning_rate or start.origin.flags.get("learning_rate") or made.learning_rate
     vars(args).update(layout.as_flags())
-    plugin = layout.form(args, made.model.config)
-    code = train_together(args, plugin, made, start, generation, rebalancer)
+    code = train_together(args, plugin, made, start, generation)
     dist.destroy_process_group()
     return code
 
@@ -83,8 +82,7 @@ def join(args, generation: Generation) -> tuple[torch.device, torch.dtype]:
     return device, dtype
 
 
-def train_together(args, plugin: SamplesPlugin, made: Model, start: Start, generation: Generation,
-                   rebalancer: Rebalancer) -> int:
+def train_together(args, plugin: SamplesPlugin, made: Model, start: Start, generation: Generation) -> int:
     """All machines make each step together. The exit code."""
     tokenizer, vocab_size = args.model_name or TINY_LLAMA, made.model.config.vocab_size
     start.check(args, made, plugin.global_batch_size)
@@ -101,7 +99,7 @@ def train_together(args, plugin: SamplesPlugin, made: Model, start: Start, gener
     if data.evaluation:
         evaluator = Evaluator(plugin, session.trained.model, data.evaluation, pad, made.criterion,
                               args.eval_batches)
-    return train(session, batches, weighted(made.criterion), num_steps, evaluator, rebalancer)
+    return train(session, batches, weighted(made.criterion), num_steps, evaluator)
 
 
 def set_up(args, plugin: SamplesPlugin, made: Model, start: Start, generation: Generation, tokenizer: str, data: Data,
