@@ -22,8 +22,8 @@ from models.causal import make_model
 from models.lora import add_lora_flags, check_lora_flags
 from planning.machines import Cluster, Setting, load_cluster
 from planning.measure import MICRO_BATCH_SIZES, describe_machines, measure_with
+from planning.plan_file import as_plan, report
 from planning.profiler import LayerProfiler
-from planning.report import as_plan, report
 from planning.schedules import SCHEDULES
 from planning.search import find_plans
 from ranks.errors import one_error_of_all

@@ -10,6 +10,8 @@ from support.checkpoint_runs import SIZES, flags_of, write_corpus, write_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 with modules_of(9):
+    import train_distributed
+    from planning.machines import Setting
     from run import layout
     from run.compression import CompressedAllReduce
     from utils import UserError
@@ -75,19 +77,15 @@ def test_a_gpu_that_measured_no_step_lets_the_others_print(run_code):
     assert lines[0].startswith("milliseconds") and [line.split()[0] for line in lines[1:]] == ["rank", "1"]
 
 
-def test_tensor_parallel_ranks_are_alike(monkeypatch):
+def test_tensor_parallel_ranks_are_alike(world_of_one, monkeypatch):
     """A CPU's small sums take another way than a GPU's: two such ranks would wait for each other."""
-    plugin = types.SimpleNamespace(device=torch.device("cpu"), set_pipelines=lambda *_: None, deal=lambda *_: None)
     grid = types.SimpleNamespace(ranks=[torch.tensor([[0, 1]]), torch.tensor([[2, 3]])])
-    monkeypatch.setattr(layout, "SamplesPlugin", lambda *_: plugin)
-    monkeypatch.setattr(layout, "say", print)
-    monkeypatch.setattr(layout, "compress", lambda *_: None)
+    monkeypatch.setattr(layout.SamplesPlugin, "set_pipelines", lambda *_: None)
     monkeypatch.setattr(layout.pgm, "process_group_manager", grid)
-    two = layout.Layout([], [1, 1], 1, types.SimpleNamespace(
-        schedule="1f1b", recompute=False, wire_dtype=None, gradient_wire_dtype=None), tp_size=2)
-    args = types.SimpleNamespace(dtype="float32", device="auto")
+    two = layout.Layout([], [1, 1], 1, Setting(), tp_size=2)
+    args = train_distributed.make_parser().parse_args(["--dtype", "float32", "--device", "cpu"])
     monkeypatch.setattr(layout, "gather", lambda kind: ["cuda", "cuda", "cpu", "cpu"])
-    assert two.form(args, None) is plugin
+    assert two.form(args, None).rebalancing
     monkeypatch.setattr(layout, "gather", lambda kind: ["cuda", "cpu", "cpu", "cuda"])
     with pytest.raises(UserError, match="unlike devices, by rank: cuda, cpu, cpu, cuda: order the hosts"):
         two.form(args, None)

@@ -13,7 +13,7 @@ from support.clusters import made_up_cluster, with_odd_values
 with modules_of(9):
     import plan
     from planning.machines import Candidate, Cluster, Pipeline, Setting, load_cluster
-    from planning.report import as_plan, report
+    from planning.plan_file import as_plan, report
     from planning.search import find_plans
     from planning.simulate import peak_memory, simulate
     from utils import UserError

@@ -14,6 +14,7 @@ from support.checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, write_co
 from support.clusters import MEASURED
 
 with modules_of(9):
+    import train_distributed
     from planning import plan_file
     from planning.machines import Setting
     from planning.shares import samples_by_speed
@@ -144,18 +145,13 @@ def test_samples_by_speed(total, size, seconds, expected):
     assert shares == expected and sum(shares) == total and longest <= 1.03 * best
 
 
-def test_a_routers_loss_needs_whole_micro_batches():
+def test_a_routers_loss_needs_whole_micro_batches(world_of_one):
     """It is one of the tokens of a micro-batch, so with other micro-batches it would be another one."""
     assert samples_by_speed(24, 4, [1.0, 2.0, 4.0]) == [14, 7, 3]
     assert samples_by_speed(24, 4, [1.0, 2.0, 4.0], is_whole=True) == [16, 4, 4]
-    args, config = argparse.Namespace(dtype="float32", device="cpu"), argparse.Namespace(output_router_logits=True)
-    made = layout.Layout([], [5, 3], 2, Setting())
-    plugin = argparse.Namespace(set_pipelines=lambda *_: None, deal=lambda _: None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "SamplesPlugin", lambda *_: plugin)
-        patch.setattr(layout, "say", print)
-        with pytest.raises(ValueError, match="samples 5, 3 of a step are no whole micro-batches of 2, and the loss"):
-            made.form(args, config)
+    args = train_distributed.make_parser().parse_args(["--dtype", "float32", "--device", "cpu"])
+    with pytest.raises(ValueError, match="samples 5, 3 of a step are no whole micro-batches of 2, and the loss"):
+        layout.Layout([], [5, 3], 2, Setting()).form(args, argparse.Namespace(output_router_logits=True))
 
 
 def test_elastic_shares_of_told_micro_batches(monkeypatch):

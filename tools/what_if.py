@@ -24,7 +24,7 @@ from sizes.data_sheets import (  # before the modules of cluster/, which it make
 )
 from plan import add_model_flags, add_search_flags
 from planning.machines import Candidate, Cluster, Link, Pipeline, Setting, model_facts
-from planning.report import report
+from planning.plan_file import report
 from planning.search import find_plans
 from planning.shares import layers_by_speed
 from planning.simulate import peak_memory, simulate

@@ -5,8 +5,8 @@ A plan says which machines share the model, and in which order. Ranks are number
     ranks as torchrun starts them   0     1     2           pipelines of the plan: `machines` 2, 0
     ranks of the training           1     -     0           machine 1 is idle: training is faster without it
 
-cluster/plan.py wrote it, for --plan. Without --plan and --pipelines the machines plan by themselves where one of them
-can't hold the model:
+cluster/plan.py wrote it, for --plan. Without --plan, --pipelines, --tp_size and --local_steps the machines plan by
+themselves where one of them can't hold the model:
 
     1. if a rough bound of the whole model fits into what each machine has free, nothing more happens
     2. they measure themselves, as plan.py --measure does
@@ -28,9 +28,8 @@ from models.loss import has_router_loss
 from pipeline_template import PipelineTemplate, Unsupported
 from planning.machines import CLUSTER_JSON, Cluster, Pipeline, Setting, setting_of
 from planning.measure import describe_machines, measure_with
-from planning.plan_file import machines_of, plan_of_file, require_same_model, samples_of
+from planning.plan_file import as_plan, describe, machines_of, plan_of_file, require_same_model, samples_of
 from planning.profiler import LayerProfiler
-from planning.report import as_plan, describe
 from planning.search import find_plans
 from planning.shares import layers_by_speed, samples_by_speed, shares_by_speed
 from planning.simulate import peak_memory
@@ -48,8 +47,7 @@ MEASURED = []  # seconds of the modules: what this process has measured, it know
 
 
 def find_plan(args, made, device: torch.device, dtype: torch.dtype) -> dict | None:
-    """The content of plan.json: that of --plan, or one that the machines make by themselves. None where each of them
-    can hold the whole model, and with --pipelines, --tp_size or --local_steps. Collective.
+    """The content of plan.json, or None: see above. Collective.
 
     Raises UserError, on all ranks, for a plan that can't be read, or is for other hosts or another model, and where the
     model does not fit into all machines together.
@@ -176,11 +174,10 @@ def layers_of_stages(model: torch.nn.Module, measured: list[list[float]] | None,
 
 
 def choose_shares(args, made, count: int, told: list[int] | None, total: int | None, device, dtype) -> list[int]:
-    """What each of `count` pipelines takes: as `told`, or else by speed, as it is measured.
+    """What each of `count` pipelines takes: as `told`, or else by speed, as it is measured, of a checkpoint's `total`.
 
     Collective. These are samples of a step. With --local_steps they are samples of a local step where `told`, the
     numbers of micro-batches, is given, and else the local steps of a round.
-    `total`: the samples of a step, where a checkpoint has decided it.
     """
     size, ranks = args.batch_size, dist.get_world_size()
     if told and len(told) == count and (total in (None, size * sum(told)) or not is_elastic()):

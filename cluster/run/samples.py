@@ -111,10 +111,11 @@ def add_replan_flag(parser: argparse.ArgumentParser) -> None:
 
 def rebalancing_of(args, layout, config) -> Rebalancing | None:
     """Decides when samples move between pipelines while a run trains; None where they stay. `config`: the model's."""
-    stay = args.equal_shares or layout.setting.schedule == "afab" or has_router_loss(config) or (
-        args.local_steps and args.num_microbatches)
-    can_move, is_asked = len(layout.samples) > 1 and not stay, args.replan == "auto"
-    if can_move and args.replan != "off" and (is_asked or not args.num_microbatches):
+    keeps_all = layout.setting.schedule == "afab"
+    has_own_sizes = args.local_steps and args.num_microbatches
+    stay = args.equal_shares or keeps_all or has_router_loss(config) or has_own_sizes
+    is_asked, is_default = args.replan == "auto", args.replan is None and not args.num_microbatches
+    if len(layout.samples) > 1 and not stay and (is_asked or is_default):
         unit = layout.samples[0] // layout.local_steps[0] if layout.local_steps else 1
         early = 1 if layout.local_steps and args.local_steps > EARLY else EARLY  # in rounds of so many steps
         return Rebalancing(layout.samples, layout.micro_batch_size, unit, early)

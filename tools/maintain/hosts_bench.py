@@ -145,7 +145,7 @@ class Bench:
         with modules_of(9):
             from planning.machines import Candidate as Planned
             from planning.machines import Cluster, Pipeline, Setting
-            from planning.report import as_plan
+            from planning.plan_file import as_plan
             from planning.simulate import simulate
 
             cluster, setting = Cluster(self.cluster), Setting(**setting)
