@@ -22,8 +22,8 @@ from models.causal import OVERRIDES, make_model
 from models.lora import add_lora_flags, check_lora_flags
 from planning.machines import Cluster, Setting, load_cluster
 from planning.measure import MICRO_BATCH_SIZES, describe_machines, measure_with
+from planning.plan_file import as_plan, report
 from planning.profiler import LayerProfiler
-from planning.report import as_plan, report
 from planning.schedules import SCHEDULES
 from planning.search import find_plans
 from ranks.collectives import once
@@ -128,7 +128,7 @@ def plan(args) -> None:
                             f"{measured[flag]}: leave the flag out, or measure again with it")
     setting = Setting(args.schedule, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
     plans = find_plans(cluster, args.global_batch or 32, setting, args.micro_batch_size, args.memory_fraction)
-    write("--out", args.out, as_plan(cluster, plans))  # before printing, which `| head` may end
+    write("--out", args.out, as_plan(cluster, plans.best[0]))  # before printing, which `| head` may end
     print(f"{report(cluster, plans, args.top)}\nplan: {args.out}\n{command(cluster, args)}")
 
 

@@ -13,7 +13,7 @@ with modules_of(9):
     from planning import plan_file
     from planning.machines import Cluster, Pipeline, Setting
     from planning.simulate import peak_memory
-    from run import layout, plan_at_start
+    from run import decide
 
 RANKS = pathlib.Path(__file__).parent / "support" / "auto_plan_ranks.py"
 OPTIONS = {"speeds": [4, 2, 1], "parameters": 1000, "saved_bytes": 100.0, "hidden_bytes": 64.0, "sizes": (1, 2)}
@@ -27,7 +27,7 @@ def flags(**changes) -> argparse.Namespace:
 
 
 def choose(args=None, **options):
-    return plan_at_start.choose(args or flags(), made_up_cluster(**{**OPTIONS, **options}))
+    return decide.choose(args or flags(), made_up_cluster(**{**OPTIONS, **options}))
 
 
 def test_a_plan_within_memory(capsys):
@@ -91,13 +91,13 @@ def test_one_clear_line_where_nothing_fits(model):
 
 def test_shares_of_a_checkpoint(monkeypatch):
     """A run that goes on with other machines: its samples, by the speed of the new plan's pipelines."""
-    monkeypatch.setattr(layout.PipelineTemplate, "from_layers_per_stage", lambda model, layers: layers)
+    monkeypatch.setattr(decide.PipelineTemplate, "from_layers_per_stage", lambda model, layers: layers)
     pipelines = [{"layers": [8], "num_microbatches": 6}, {"layers": [8], "num_microbatches": 2}]
     plan = {"pipelines": pipelines, "micro_batch_size": 2, "schedule": "1f1b"}
     found, made = argparse.Namespace(state={"global_batch": 12}, path="there"), argparse.Namespace(model=None)
     args = argparse.Namespace(plan=None)
-    assert layout.choose_layout(args, made, plan, found, None, None).samples == [9, 3]
-    assert layout.choose_layout(args, made, plan, None, None, None).samples == [12, 4]
+    assert decide.choose_layout(args, made, plan, found, None, None).samples == [9, 3]
+    assert decide.choose_layout(args, made, plan, None, None, None).samples == [12, 4]
     found.state["global_batch"] = 13
-    chosen = layout.choose_layout(args, made, plan, found, None, None)
+    chosen = decide.choose_layout(args, made, plan, found, None, None)
     assert chosen.samples == [10, 3] and chosen.num_microbatches == [5, 2]

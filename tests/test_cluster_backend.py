@@ -1,6 +1,5 @@
 """--backend gloo: machines with and without a GPU train together. No GPU is here: see support/half_gpu.py."""
 
-import argparse
 from unittest import mock
 
 import pytest
@@ -12,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 with modules_of(9):
+    import train_distributed
     from model import Llama
     from pipeline_template import PipelineTemplate
     from planning.machines import Setting
@@ -92,8 +92,9 @@ def test_tensor_parallel_ranks_are_alike(monkeypatch, rank_0_of_four):
     """A CPU's small sums take another way than a GPU's: two such ranks would wait for each other."""
     def form(*kinds: str):
         monkeypatch.setattr(layout, "gather", lambda kind: [*kinds])
-        return two.form(argparse.Namespace(dtype="float32", device="cpu"), whole.config)
+        return two.form(args, whole.config)
 
+    args = train_distributed.make_parser().parse_args(["--dtype", "float32", "--device", "cpu"])
     with torch.device("meta"):
         whole = Llama(load_config(str(ROOT / "assets" / "tiny_llama"), num_attention_heads=None))
     templates = [PipelineTemplate.from_layers_per_stage(whole, [whole.config.num_hidden_layers])] * 2

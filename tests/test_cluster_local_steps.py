@@ -167,7 +167,7 @@ def test_rounds_by_speed_with_everything_around_them(folder):
 
 def test_local_steps_move_to_faster_machines(world_of_one, folder, run_code):
     """They are dealt for machines of which the second is slow; then all are equally fast."""
-    measured = "\nfrom run import speeds\nspeeds.MEASURED.append([1.0, 3.0, 1.5][int(os.environ['RANK'])])"
+    measured = "\nfrom run import decide\ndecide.MEASURED.append([1.0, 3.0, 1.5][int(os.environ['RANK'])])"
     words = words_of(folder, "moved steps", 6, gradient_accumulation=1)
     printed = run_code("cluster", 3, MADE_UP + measured, *words[1:], then=SCRIPT.name,
                        env={"SPEEDS": "[[0, [1, 1, 1]]]"}).stdout
@@ -178,8 +178,8 @@ def test_local_steps_move_to_faster_machines(world_of_one, folder, run_code):
 LOSE_A_REPLICA = """
 import itertools, os
 from ranks.lost import MembershipChanged
-from run import local_steps, speeds
-speeds.MEASURED.append([1.0, 3.0, 1.5][int(os.environ["RANK"])])
+from run import decide, local_steps
+decide.MEASURED.append([1.0, 3.0, 1.5][int(os.environ["RANK"])])
 local_steps.is_elastic = lambda: True
 make_round, rounds = local_steps.LocalPlugin.execute_pipeline, itertools.count(1)
 

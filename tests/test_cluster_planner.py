@@ -13,7 +13,7 @@ from support.clusters import made_up_cluster, with_odd_values
 with modules_of(9):
     import plan
     from planning.machines import Candidate, Cluster, Pipeline, Setting, load_cluster
-    from planning.report import as_plan, report
+    from planning.plan_file import as_plan, report
     from planning.search import find_plans
     from planning.simulate import peak_memory, simulate
     from utils import UserError
@@ -78,19 +78,19 @@ def test_as_good_as_trying_everything(options):
                 find_plans(cluster, 6, setting)
             continue
         plans = find_plans(cluster, 6, setting)
-        assert best * (1 - 1e-9) <= plans.best[0].result.step_seconds <= 1.01 * best
-        groupings = {frozenset(frozenset(p.machines) for p in scored.candidate.pipelines) for scored in plans.best}
+        assert best * (1 - 1e-9) <= plans.best[0].step_seconds <= 1.01 * best
+        groupings = {frozenset(frozenset(p.machines) for p in found.candidate.pipelines) for found in plans.best}
         assert len(groupings) == len(plans.best)
-        for scored in plans.best:  # as simulated alone, and within memory
-            assert simulate(cluster, scored.candidate, setting).step_seconds == scored.result.step_seconds
-            assert all(peak <= memory[rank] for rank, peak in scored.result.peak_memory.items())
+        for found in plans.best:  # as simulated alone, and within memory
+            assert simulate(cluster, found.candidate, setting).step_seconds == found.step_seconds
+            assert all(peak <= memory[rank] for rank, peak in found.peak_memory.items())
 
 
 def test_a_layer_moved_from_a_plan_by_speed_may_be_better():
     """While a message travels, the faster of two machines has time for a layer more."""
     cluster, setting = Cluster(made_up_cluster([1.2, 4.1], bandwidth=1e6, sizes=(1, 2))), Setting("1f1b-2")
     best = everything(cluster, 32, setting, [1e15] * 2)
-    assert find_plans(cluster, 32, setting).best[0].result.step_seconds <= 1.02 * best
+    assert find_plans(cluster, 32, setting).best[0].step_seconds <= 1.02 * best
 
 
 def test_memory():
@@ -110,7 +110,7 @@ def test_recomputing_makes_room():
     cluster = Cluster(made_up_cluster([2, 1], parameters=1000, saved_bytes=1e5, hidden_bytes=256.0, memory=4.1e5))
     plans = find_plans(cluster, 8, Setting(recompute=True))
     assert "--micro_batch_size 1 --recompute | machines" in report(cluster, plans, top=1)
-    for setting, fraction, message in (Setting(), 0.9, "use --recompute, free"), (plans.setting, 0.5, "free"):
+    for setting, fraction, message in (Setting(), 0.9, "use --recompute, free"), (plans.best[0].setting, 0.5, "free"):
         with pytest.raises(ValueError, match=f"not enough memory for any plan.* To fit, {message} memory"):
             find_plans(cluster, 8, setting, memory_fraction=fraction)
 
@@ -174,8 +174,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
              "--recompute")
     written = json.loads(out.read_text())
     cluster = Cluster(copy.deepcopy(data))
-    assert written == as_plan(cluster, find_plans(cluster, 28, Setting("afab", "int8", recompute=True)))
-    assert written["recompute"] and not as_plan(cluster, find_plans(cluster, 28, Setting()))["recompute"]
+    assert written == as_plan(cluster, find_plans(cluster, 28, Setting("afab", "int8", recompute=True)).best[0])
+    assert written["recompute"] and not as_plan(cluster, find_plans(cluster, 28, Setting()).best[0])["recompute"]
     assert written["wire_dtype"] is None and written["model"] == data["model"]
     printed = capsys.readouterr().out
     assert f"plan: {out}" in printed and f"train_distributed.py --plan {out} --model_name toy" in printed
@@ -230,8 +230,8 @@ def test_more_micro_batches_in_flight_where_links_are_slow():
     for options, expected in ({**slow, "bandwidth": 1e9}, "1f1b"), (slow, "1f1b-2"), (little, "1f1b"):
         cluster = Cluster(made_up_cluster(**options))
         plans, usual = (find_plans(cluster, 16, Setting(schedule)) for schedule in ("auto", "1f1b"))
-        assert plans.best[0].result.step_seconds <= usual.best[0].result.step_seconds
-        assert as_plan(cluster, plans)["schedule"] == plans.setting.schedule == expected
+        assert plans.best[0].step_seconds <= usual.best[0].step_seconds
+        assert as_plan(cluster, plans.best[0])["schedule"] == plans.best[0].setting.schedule == expected
     with pytest.raises(ValueError, match="not enough memory"):
         find_plans(cluster, 16, Setting("1f1b-2"))
 

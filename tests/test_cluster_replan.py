@@ -16,18 +16,17 @@ MADE_UP = """
 import json, os
 import process_group_manager as pgm
 from run import samples
-follow, SPEEDS = samples.Rebalancer.follow, json.loads(os.environ["SPEEDS"])
+rebalance, SPEEDS = samples.SamplesPlugin.rebalance, json.loads(os.environ["SPEEDS"])
 
-def with_made_up_speeds(self, session, step):
+def with_made_up_speeds(self, args, step, agreement):
     speeds = [each for first, each in SPEEDS if step >= first][-1]
-    counts = [count for count, block in zip(self.rebalancing.samples, pgm.process_group_manager.ranks)
+    counts = [count for count, block in zip(self.samples, pgm.process_group_manager.ranks)
               for _ in block.flatten()]
-    session.stop_agreement.longest_step = 1e-3
-    session.stop_agreement.of_ranks = [[speed * count] for speed, count in zip(speeds, counts)]
-    follow(self, session, step)
-    assert session.trained.plugin.samples == self.rebalancing.samples
+    agreement.longest_step, agreement.of_ranks = 1e-3, [[speed * count] for speed, count in zip(speeds, counts)]
+    rebalance(self, args, step, agreement)
+    assert self.rebalancing is None or self.samples == self.rebalancing.samples == args.samples
 
-samples.Rebalancer.follow = with_made_up_speeds
+samples.SamplesPlugin.rebalance = with_made_up_speeds
 """
 
 
@@ -37,8 +36,7 @@ def steps_of(rebalancing: Rebalancing, speeds, steps, first: int = 1, noise=None
     for step in range(first, first + steps):
         of_stages = [[rate * count * (noise.lognormvariate(0, 0.25) if noise else 1) for rate in rates]
                      for rates, count in zip(speeds, rebalancing.samples)]
-        rebalancing.observe(1.02 * max(map(max, of_stages)), of_stages)
-        if samples := rebalancing.decide(step):
+        if samples := rebalancing.follow(step, 1.02 * max(map(max, of_stages)), of_stages):
             moves.append((step, samples))
     return moves
 
@@ -99,7 +97,7 @@ def test_a_pause_is_no_slow_machine():
 def test_the_early_correction():
     """After the second to fourth step, once, where it gains 3 %; the first step warms up and says nothing."""
     rebalancing = Rebalancing([32, 32], 4)
-    rebalancing.observe(99.0, [[99.0], [1.0]])
+    assert rebalancing.follow(1, 99.0, [[99.0], [1.0]]) is None
     assert steps_of(rebalancing, [[1.0], [0.9]], 20, 2) == [(4, [30, 34])]
     assert steps_of(Rebalancing([32, 32], 4), [[1.0], [0.95]], 99) == [], "less than 3 %"
 

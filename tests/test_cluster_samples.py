@@ -14,9 +14,11 @@ from support.checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, write_co
 from support.clusters import MEASURED
 
 with modules_of(9):
+    import train_distributed
     from planning import plan_file
     from planning.machines import Setting
-    from run import layout, speeds
+    from planning.shares import samples_by_speed
+    from run import decide, layout
 
 TOLERANCE = 1e-11
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
@@ -136,33 +138,28 @@ def test_from_two_ranks_onto_others(runs, folder):
     (96, 4, [1, 2, 4], [56, 28, 12]), (10, 8, [1, 1], [5, 5]), (13, 1, [1, 3], [10, 3])])
 def test_samples_by_speed(total, size, seconds, expected):
     """No other shares end by more than 3 % earlier; where whole micro-batches do not end later either, they are."""
-    shares = speeds.samples_by_speed(total, size, seconds)
+    shares = samples_by_speed(total, size, seconds)
     longest = max(share * each for share, each in zip(shares, seconds))
     others = [share for share in itertools.product(range(1, total), repeat=len(seconds) - 1) if sum(share) < total]
     best = min(max(share * each for share, each in zip([*other, total - sum(other)], seconds)) for other in others)
     assert shares == expected and sum(shares) == total and longest <= 1.03 * best
 
 
-def test_a_routers_loss_needs_whole_micro_batches():
+def test_a_routers_loss_needs_whole_micro_batches(world_of_one):
     """It is one of the tokens of a micro-batch, so with other micro-batches it would be another one."""
-    assert speeds.samples_by_speed(24, 4, [1.0, 2.0, 4.0]) == [14, 7, 3]
-    assert speeds.samples_by_speed(24, 4, [1.0, 2.0, 4.0], is_whole=True) == [16, 4, 4]
-    args, config = argparse.Namespace(dtype="float32", device="cpu"), argparse.Namespace(output_router_logits=True)
-    made = layout.Layout([], [5, 3], 2, Setting())
-    plugin = argparse.Namespace(set_pipelines=lambda *_: None, deal=lambda _: None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "SamplesPlugin", lambda *_: plugin)
-        patch.setattr(layout, "say", print)
-        with pytest.raises(ValueError, match="samples 5, 3 of a step are no whole micro-batches of 2, and the loss"):
-            made.form(args, config)
+    assert samples_by_speed(24, 4, [1.0, 2.0, 4.0]) == [14, 7, 3]
+    assert samples_by_speed(24, 4, [1.0, 2.0, 4.0], is_whole=True) == [16, 4, 4]
+    args = train_distributed.make_parser().parse_args(["--dtype", "float32", "--device", "cpu"])
+    with pytest.raises(ValueError, match="samples 5, 3 of a step are no whole micro-batches of 2, and the loss"):
+        layout.Layout([], [5, 3], 2, Setting()).form(args, argparse.Namespace(output_router_logits=True))
 
 
 def test_elastic_shares_of_told_micro_batches(monkeypatch):
     """On as many machines as numbers they are taken as they are; on others, the same samples are dealt."""
-    monkeypatch.setattr(speeds, "is_elastic", lambda: True)
-    monkeypatch.setattr(speeds.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(decide, "is_elastic", lambda: True)
+    monkeypatch.setattr(decide.dist, "get_world_size", lambda: 3)
     args = argparse.Namespace(batch_size=4, equal_shares=True, local_steps=None, gradient_accumulation=8, tp_size=1)
-    shares = {(count, total): speeds.choose_shares(args, MADE, count, [4, 1], total, None, None)
+    shares = {(count, total): decide.choose_shares(args, MADE, count, [4, 1], total, None, None)
               for count, total in ((2, None), (2, 20), (2, 18), (3, None), (3, 20))}
     assert shares == {(2, None): [16, 4], (2, 20): [16, 4], (2, 18): [9, 9], (3, None): [7, 7, 6], (3, 20): [7, 7, 6]}
 

@@ -16,7 +16,7 @@ with modules_of(9):
     import three_stages_simple_pp as three_stages
     import train_distributed
     import train_single_test as single_test
-    from run import flags, loop, speeds
+    from run import decide, flags, loop
     from utils import UserError
 
 SECRET = "c0rrect-h0rse"
@@ -30,7 +30,7 @@ def test_ends_of_a_model_weigh_as_much_as_measured():
     def layers(num_layers, embedding=0.0, layer=(1.0, 1.0, 1.0), head=0.0) -> list[int]:
         with torch.device("meta"):
             model = Qwen3ForCausalLM(Qwen3Config(**{**three_stages.TOY, "num_hidden_layers": num_layers}))
-        return speeds.layers_by_speed(model, [[embedding, *[each] * num_layers, head] for each in layer], 3)
+        return decide.layers_of_stages(model, [[embedding, *[each] * num_layers, head] for each in layer], 3)
 
     assert layers(9) == [3, 3, 3] and layers(6, layer=(1.0, 2.5, 1.0), head=3.0) == [4, 1, 1]
     assert layers(10, head=2.0) == [4, 4, 2] and layers(10, embedding=2.0) == [2, 4, 4]
@@ -46,9 +46,9 @@ def test_without_speeds_the_head_counts_by_its_parameters():
     with torch.device("meta"):
         toy = Qwen3ForCausalLM(Qwen3Config(**three_stages.TOY))
         large = Qwen3ForCausalLM(Qwen3Config(**{**three_stages.TOY, "vocab_size": 90_000}))
-    assert speeds.layers_by_speed(toy, None, 3) == [2, 2, 2]
-    assert speeds.layers_by_speed(toy, None, 1) == [6]
-    assert speeds.layers_by_speed(large, None, 3) == [3, 2, 1]
+    assert decide.layers_of_stages(toy, None, 3) == [2, 2, 2]
+    assert decide.layers_of_stages(toy, None, 1) == [6]
+    assert decide.layers_of_stages(large, None, 3) == [3, 2, 1]
 
 
 @pytest.fixture
@@ -166,9 +166,9 @@ def test_a_timeline_of_no_step(first, last):
 def test_numbers_of_micro_batches(parse, monkeypatch):
     def shares_of(args, total=None) -> list[int]:
         told = args.num_microbatches and args.num_microbatches[0]
-        return speeds.choose_shares(args, MADE, 3, told, total, None, None)
+        return decide.choose_shares(args, MADE, 3, told, total, None, None)
 
-    monkeypatch.setattr(speeds.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(decide.dist, "get_world_size", lambda: 3)
     for counts in ("4,0,1", "a,b,c", "4,,1"):
         with pytest.raises(ValueError, match="--num_microbatches: "):
             parse("--num_microbatches", counts, module=train_distributed)

@@ -24,9 +24,9 @@ from sizes.data_sheets import (  # before the modules of cluster/, which it make
 )
 from plan import add_model_flags, add_search_flags
 from planning.machines import Candidate, Cluster, Link, Pipeline, Setting, model_facts
-from planning.report import report
+from planning.plan_file import report
 from planning.search import find_plans
-from planning.shares import shares_by_speed
+from planning.shares import layers_by_speed
 from planning.simulate import peak_memory, simulate
 from ranks.memory import USABLE_MEMORY
 from sizes.splits import check_batch
@@ -113,8 +113,8 @@ def simulate_grid(job: Job, dp: int, pp: int, tp: int, size: int) -> Grid:
     num_nodes = -(-pp * tp // node.count)
     cluster = job.cluster([node] * num_nodes, tp, [size])
     machines, m = tuple(range(pp)), job.global_batch // dp // size
-    each, besides = cluster.layer_seconds(machines, size, job.setting.kinds)
-    layers = tuple(shares_by_speed(cluster.num_layers, each, besides=besides))
+    stages = [cluster.layer_seconds(rank, size, job.setting.kinds) for rank in machines]
+    layers = tuple(layers_by_speed(cluster.num_layers, stages))
     together = max(1, node.count // (pp * tp))  # members of a dp group that share a node, and so its network
     between = link(node, node, dp <= together)
     between["bandwidth"] = min(node.device.node_link * LINK_SHARE, between["bandwidth"] * together)
@@ -179,7 +179,7 @@ def unlike(job: Job, size: int | None, top: int) -> str:
         cluster = job.cluster(job.nodes, tp, sizes_of(job, 1, size)[:6])
         try:
             plans = find_plans(cluster, job.global_batch, job.setting, None, job.memory_fraction)
-            found.append((plans.best[0].result.step_seconds, tp, report(cluster, plans, top)))
+            found.append((plans.best[0].step_seconds, tp, report(cluster, plans, top)))
         except UserError as error:
             errors.append(error)
     if not found:
@@ -238,18 +238,16 @@ def on_cards(modules: dict, cards: str, memory_fraction: float) -> str:
     links = [[None if i == j else {"latency": 1e-4, "bandwidth": 1.25e8} for j in range(len(sizes))]
              for i in range(len(sizes))]
     cluster = Cluster({**modules, "hosts": [f"{size:g} GB" for size in sizes], "machines": machines, "links": links})
-    for recompute, word in (False, "yes"), (True, "with --recompute"):
-        try:
-            best = find_plans(cluster, 4 * len(sizes), Setting(recompute=recompute), [1], memory_fraction).best[0]
-        except UserError:
-            continue
-        peaks = best.result.peak_memory
-        if len(sizes) == 1:
-            return f"{word}: {peaks[0] / 1e9:.1f} GB"
-        places = [f"{layers} layers, {peaks[rank] / 1e9:.1f} GB on the card of {sizes[rank]:g}"
-                  for pipeline in best.candidate.pipelines for rank, layers in zip(pipeline.machines, pipeline.layers)]
-        return f"{word}: " + "; ".join(places)
-    return "no"
+    try:
+        best = find_plans(cluster, 4 * len(sizes), Setting(), [1], memory_fraction, may_recompute=True).best[0]
+    except UserError:
+        return "no"
+    word, peaks = "with --recompute" if best.setting.recompute else "yes", best.peak_memory
+    if len(sizes) == 1:
+        return f"{word}: {peaks[0] / 1e9:.1f} GB"
+    places = [f"{layers} layers, {peaks[rank] / 1e9:.1f} GB on the card of {sizes[rank]:g}"
+              for pipeline in best.candidate.pipelines for rank, layers in zip(pipeline.machines, pipeline.layers)]
+    return f"{word}: " + "; ".join(places)
 
 
 def cards(text: str) -> str:

@@ -19,7 +19,7 @@ from models.published import published_weights
 from pipeline_parallel import connect_neighbours
 from pipeline_stage import PipelineStage
 from pipeline_template import PipelineTemplate, Unsupported
-from planning.shares import shares_by_speed
+from planning.shares import layers_by_speed
 from ranks.collectives import gather, once
 from ranks.files import read_json
 from ranks.join import print_banner
@@ -114,9 +114,7 @@ def layers_by_memory(model: torch.nn.Module, free: list[int]) -> list[int]:
     if count < len(free):
         raise UserError(f"the model has {count} decoder layers, and each of {len(free)} processes needs at least one: "
                         f"start at most {count} of them")
-    besides = [0.0] * len(free)
-    besides[0], besides[-1] = embedding / free[0], besides[-1] + head / free[-1]
-    return shares_by_speed(count, [layer / each for each in free], besides=besides)
+    return layers_by_speed(count, [(embedding / each, layer / each, head / each) for each in free])
 
 
 def require_memory(needed: list[int], free: list[int]) -> None:

@@ -37,6 +37,12 @@ class CrossEntropy(torch.autograd.Function):
         return out, None
 
 
+def has_router_loss(config) -> bool:
+    """Whether the loss is another one where a step's samples are cut into other micro-batches: of a mixture of experts.
+    """
+    return bool(getattr(config, "output_router_logits", False))
+
+
 def mean_cross_entropy(output, batch: dict[str, torch.Tensor], router_loss_coef: float = 0) -> torch.Tensor:
     """As run_common.mean_cross_entropy, for language models: of next tokens, (B, T, V) and (B, T)."""
     loss = CrossEntropy.apply(output.logits.flatten(0, -2), batch["target_ids"].flatten())

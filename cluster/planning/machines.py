@@ -184,13 +184,12 @@ class Cluster:
         """The optimizer step of a stage, which starts when the loss of the step before is known."""
         return self.parameters_of(stage) * self.machines[rank].optimizer_seconds
 
-    def layer_seconds(self, machines: tuple[int, ...], size: int, kinds: str) -> tuple[list[float], list[float]]:
-        """Of the stages on these machines: seconds of one layer, and of the model's end that a stage has besides."""
-        first, stop = self.layers
-        besides = [0.0] * len(machines)
-        besides[0] += self.seconds(machines[0], size, (0, first), kinds)
-        besides[-1] += self.seconds(machines[-1], size, (stop, len(self.names)), kinds)
-        return [self.seconds(rank, size, self.layers, kinds) / self.num_layers for rank in machines], besides
+    def layer_seconds(self, rank: int, size: int, kinds: str) -> tuple[float, float, float]:
+        """Of what is before the decoder layers, of one of these, and of what is behind, as layers_by_speed takes it."""
+        (first, stop), end = self.layers, len(self.names)
+        before, layers, behind = (self.seconds(rank, size, part, kinds)
+                                  for part in ((0, first), self.layers, (stop, end)))
+        return before, layers / self.num_layers, behind
 
     def is_end(self, stage: tuple[int, int]) -> bool:
         """Whether a stage has the embedding or the head, and so the tied parameters."""

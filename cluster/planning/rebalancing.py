@@ -46,17 +46,14 @@ class Rebalancing:
         self.samples, self.size, self.unit, self.early = samples, size, unit, early
         self.moved, self.seen, self.is_warm, self.is_refined = [], [], early == 1, False  # moved: after which steps
 
-    def observe(self, seconds: float, of_stages: list[list[float]]) -> None:
-        """A step, and the seconds that each stage computed, by pipeline; 0 where it has not measured them."""
-        if not all(map(all, of_stages)):
-            return
-        rates = [[value / count for value in each] for each, count in zip(of_stages, self.samples)]
-        if self.is_warm:
-            self.seen = [*self.seen[1 - WINDOWS[-1]:], Seen(seconds, rates)]
-        self.is_warm = True
-
-    def decide(self, step: int) -> list[int] | None:
-        """The samples to move to after `step`, which are then taken for done; None to stay."""
+    def follow(self, step: int, seconds: float, of_stages: list[list[float]]) -> list[int] | None:
+        """The samples to move to after `step`, which are then taken for done; None to stay. `seconds`: of the step;
+        `of_stages`: those that each stage computed, by pipeline; 0 where it has not measured them."""
+        if all(map(all, of_stages)):
+            rates = [[value / count for value in each] for each, count in zip(of_stages, self.samples)]
+            if self.is_warm:
+                self.seen = [*self.seen[1 - WINDOWS[-1]:], Seen(seconds, rates)]
+            self.is_warm = True
         needed = NEEDED * 2 ** sum(step - before < CALM for before in self.moved)
         tries, is_early = [(count, needed) for count in WINDOWS], not self.is_refined and len(self.seen) == self.early
         if is_early:

@@ -12,12 +12,13 @@ simulated first, and leaves out those that can't be better.
 import contextlib
 import functools
 import math
+import operator
 from collections.abc import Iterable, Iterator
 from itertools import combinations, pairwise, permutations
 from typing import NamedTuple
 
 from planning.machines import Candidate, Cluster, Pipeline, Setting
-from planning.shares import shares_by_speed, shares_that_fit
+from planning.shares import layers_by_speed, shares_by_speed, shares_that_fit
 from planning.simulate import Result, peak_memory, simulate
 from ranks.memory import USABLE_MEMORY
 from utils import UserError
@@ -28,32 +29,33 @@ STARTS = 6  # plans to be improved
 ACTIONS = 15_000  # forward and backward actions to simulate from each of them, and twice as many before
 AUTO = ("1f1b", "1f1b-2", "1f1b-3", "1f1b-4")  # schedules to compare, the one with least memory first
 
+seconds_of = operator.attrgetter("step_seconds")  # of a Result
+
 Grouping = tuple[tuple[int, ...], ...]
-
-
-class Scored(NamedTuple):
-    candidate: Candidate
-    result: Result
 
 
 class Plans(NamedTuple):
     """`best`: shortest step first, one for each grouping of the machines, where those of about one speed are alike.
     `uniform`: by name, the plans that one would write without a planner, None where they are not possible."""
 
-    best: list[Scored]
-    uniform: dict[str, Scored | None]
+    best: list[Result]
+    uniform: dict[str, Result | None]
     num_simulated: int
-    setting: Setting
 
 
 def find_plans(cluster: Cluster, global_batch: int, setting: Setting, sizes: list[int] | None = None,
-               memory_fraction: float = USABLE_MEMORY) -> Plans:
+               memory_fraction: float = USABLE_MEMORY, may_recompute: bool = False) -> Plans:
     """The best plans for `global_batch` samples a step. `sizes`: micro-batch sizes to choose from (None: all measured).
+    `may_recompute`: with recomputation where none fits without it.
 
     The schedule "auto" is 1F1B, then with more micro-batches in flight, as long as the step gets shorter by 1 % or
     more: while messages travel over slow links, stages have something to do then, if they have the memory for it.
     Raises UserError where no size divides the batch, or where no plan fits into `memory_fraction` of the free memory.
     """
+    if may_recompute and not setting.recompute:
+        with contextlib.suppress(UserError):
+            return find_plans(cluster, global_batch, setting, sizes, memory_fraction)
+        setting = setting._replace(recompute=True)
     sizes, best = usable_sizes(cluster, global_batch, sizes), None
     for schedule in AUTO if setting.schedule == "auto" else [setting.schedule]:
         try:
@@ -62,7 +64,7 @@ def find_plans(cluster: Cluster, global_batch: int, setting: Setting, sizes: lis
             if best is None:
                 raise
             break
-        if best and plans.best[0].result.step_seconds > 0.99 * best.best[0].result.step_seconds:
+        if best and plans.best[0].step_seconds > 0.99 * best.best[0].step_seconds:
             break
         best = plans
     return best
@@ -90,7 +92,7 @@ class Search:
         self.memory = [memory_fraction * machine.free_memory for machine in cluster.machines]
         self.speed = [1 / max(cluster.seconds(rank, sizes[0], whole, setting.kinds), 1e-12) for rank in ranks]
         self.fastest_first = sorted(ranks, key=lambda rank: -self.speed[rank])
-        self.scored: dict[Candidate, Scored] = {}
+        self.simulated: dict[Candidate, Result] = {}
         self.runs: dict = {}
         self.num_actions = 0
         self.by_speed = functools.cache(self.by_speed)  # neighbours of plans have many neighbours in common
@@ -105,13 +107,13 @@ class Search:
         for candidate in self.promising(candidates):
             if self.num_actions > 2 * ACTIONS:
                 break
-            self.score(candidate)
+            self.simulate(candidate)
         for start in self.best([0] * len(self.speed))[:STARTS]:  # the best of each choice of numbers of stages
             self.improve(start)
-        if not self.scored:
+        if not self.simulated:
             raise UserError(self.missing_memory())
         kinds = [round(math.log(speed, ALIKE)) for speed in self.speed]
-        return Plans(self.best(kinds), uniform, len(self.scored), self.setting)
+        return Plans(self.best(kinds), uniform, len(self.simulated))
 
     def lacks_memory(self, pipeline: Pipeline, size: int) -> list[int]:
         """The stages whose machines have too little memory."""
@@ -123,8 +125,8 @@ class Search:
         def too_large(shares: list[int]) -> list[int]:
             return self.lacks_memory(Pipeline(machines, tuple(shares), num_microbatches), size)
 
-        seconds = self.cluster.layer_seconds(machines, size, self.setting.kinds)
-        layers = shares_that_fit(self.cluster.num_layers, *seconds, too_large)
+        stages = [self.cluster.layer_seconds(rank, size, self.setting.kinds) for rank in machines]
+        layers = layers_by_speed(self.cluster.num_layers, stages, too_large)
         return layers and tuple(layers)
 
     def by_speed(self, groups: Grouping, size: int) -> Candidate | None:
@@ -149,40 +151,39 @@ class Search:
             k for k, pipeline in enumerate(pipelines(shares)) if self.lacks_memory(pipeline, size)])
         return shares and Candidate(pipelines(shares), size)
 
-    def score(self, candidate: Candidate) -> Scored | None:
-        """The simulated candidate, None where memory does not suffice."""
-        if candidate not in self.scored:
+    def simulate(self, candidate: Candidate) -> Result | None:
+        """None where memory does not suffice."""
+        if candidate not in self.simulated:
             size = candidate.micro_batch_size
             if any(self.lacks_memory(pipeline, size) for pipeline in candidate.pipelines):
                 return None
             self.num_actions += sum(2 * len(pipeline.machines) * pipeline.num_microbatches
                                     for pipeline in candidate.pipelines if (pipeline, size) not in self.runs)
-            self.scored[candidate] = Scored(candidate, simulate(self.cluster, candidate, self.setting, self.runs))
-        return self.scored[candidate]
+            self.simulated[candidate] = simulate(self.cluster, candidate, self.setting, self.runs)
+        return self.simulated[candidate]
 
-    def best(self, kinds: list[int]) -> list[Scored]:
+    def best(self, kinds: list[int]) -> list[Result]:
         """By time, the best of each grouping, where machines of one kind are alike."""
         found: dict = {}
-        for scored in sorted(self.scored.values(), key=lambda scored: scored.result.step_seconds):
-            groups = (sorted(kinds[rank] for rank in pipeline.machines) for pipeline in scored.candidate.pipelines)
-            found.setdefault(tuple(sorted(map(tuple, groups))), scored)
+        for result in sorted(self.simulated.values(), key=seconds_of):
+            groups = (sorted(kinds[rank] for rank in pipeline.machines) for pipeline in result.candidate.pipelines)
+            found.setdefault(tuple(sorted(map(tuple, groups))), result)
         return list(found.values())
 
     def promising(self, candidates: Iterable[Candidate | None], below: float = float("inf")) -> list[Candidate]:
         """Those not simulated yet whose step may take less than `below` seconds, the shortest lower bound first."""
         bounds = {candidate: self.lower_bound(candidate)
-                  for candidate in candidates if candidate and candidate not in self.scored}
+                  for candidate in candidates if candidate and candidate not in self.simulated}
         return sorted((candidate for candidate in bounds if bounds[candidate] < below), key=bounds.get)
 
-    def improve(self, scored: Scored) -> None:
+    def improve(self, best: Result | None) -> None:
         """Goes from a plan to a better neighbour, and from there on, until there is none or ACTIONS are simulated."""
-        most, better = self.num_actions + ACTIONS, scored
-        while better and self.num_actions <= most:
-            scored, better = better, None
-            below = scored.result.step_seconds * (1 - 1e-6)
-            found = (self.score(candidate) for candidate in self.promising(self.neighbours(scored.candidate), below)
+        most = self.num_actions + ACTIONS
+        while best and self.num_actions <= most:
+            below = best.step_seconds * (1 - 1e-6)
+            found = (self.simulate(candidate) for candidate in self.promising(self.neighbours(best.candidate), below)
                      if self.num_actions <= most)
-            better = next((other for other in found if other and other.result.step_seconds < below), None)
+            best = next((other for other in found if other and other.step_seconds < below), None)
 
     def neighbours(self, candidate: Candidate) -> Iterator[Candidate | None]:
         """Other micro-batch sizes and groupings, with layers and micro-batches by speed; one of these moved."""
@@ -193,23 +194,22 @@ class Search:
             yield self.by_speed(others, candidate.micro_batch_size)
         yield from moved(candidate)
 
-    def uniform_plans(self) -> dict[str, Scored | None]:
+    def uniform_plans(self) -> dict[str, Result | None]:
         """What one would write without a planner, with its best micro-batch size; None where it is not possible."""
-        everyone = tuple(range(len(self.speed)))
+        everyone, found = tuple(range(len(self.speed))), {}
         plans = {"the fastest machine alone": ((self.fastest_first[0],),)}
         if len(everyone) > 1:
             plans |= {"one pipeline, even layers": (everyone,),
                       EVEN: tuple((rank,) for rank in everyone)}
-        return {name: self.uniform(groups) for name, groups in plans.items()}
-
-    def uniform(self, groups: Grouping) -> Scored | None:
-        scored = []
-        for size in self.sizes:
-            with contextlib.suppress(UserError):  # too few layers or micro-batches
-                shares = shares_by_speed(self.global_batch // size, [1.0] * len(groups))
-                split = [tuple(shares_by_speed(self.cluster.num_layers, [1.0] * len(group))) for group in groups]
-                scored.append(self.score(Candidate(tuple(map(Pipeline, groups, split, shares)), size)))
-        return min(filter(None, scored), key=lambda score: score.result.step_seconds, default=None)
+        for name, groups in plans.items():
+            results = []
+            for size in self.sizes:
+                with contextlib.suppress(UserError):  # too few layers or micro-batches
+                    shares = shares_by_speed(self.global_batch // size, [1.0] * len(groups))
+                    split = [tuple(shares_by_speed(self.cluster.num_layers, [1.0] * len(group))) for group in groups]
+                    results.append(self.simulate(Candidate(tuple(map(Pipeline, groups, split, shares)), size)))
+            found[name] = min(filter(None, results), key=seconds_of, default=None)
+        return found
 
     def missing_memory(self) -> str:
         """Why no plan fits: what the model takes, and what each machine has."""

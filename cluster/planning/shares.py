@@ -6,9 +6,12 @@ anywhere else.
 """
 
 import heapq
+import operator
 from collections.abc import Callable
 
 from utils import UserError
+
+GAIN = 0.03  # see samples_by_speed
 
 
 def shares_by_speed(total: int, seconds_each: list[float], limits: list[int] | None = None,
@@ -51,3 +54,29 @@ def shares_that_fit(total: int, seconds_each: list[float], besides: list[float],
         for rank in ranks:
             limits[rank] = shares[rank] - 1
     return None
+
+
+def layers_by_speed(count: int, stages: list[tuple[float, float, float]],
+                    too_large: Callable[[list[int]], list[int]] = lambda shares: []) -> list[int] | None:
+    """Decoder layers of each stage, as shares_that_fit.
+
+    `stages`: of each, the seconds of what is before the decoder layers, of one of these, and of what is behind. The
+    first stage has the embedding besides its layers, the last one the head: in a small model that is many layers'
+    worth.
+    """
+    besides = [0.0] * len(stages)
+    besides[0] += stages[0][0]
+    besides[-1] += stages[-1][2]
+    return shares_that_fit(count, [layer for _, layer, _ in stages], besides, too_large)
+
+
+def samples_by_speed(total: int, size: int, seconds: list[float], is_whole: bool = False) -> list[int]:
+    """`total` samples, dealt to ranks that need `seconds` for `size` of them. Where that makes the step shorter by less
+    than GAIN, ranks take whole micro-batches: a part of one takes longer than its samples' part of the time. They do so
+    in any case with `is_whole`, if the samples make enough of them."""
+    shares, (number, left_over) = shares_by_speed(total, seconds), divmod(total, size)
+    if left_over or number < len(seconds):
+        return shares
+    whole = [size * share for share in shares_by_speed(number, seconds)]
+    longest, shortest = (max(map(operator.mul, each, seconds)) for each in (whole, shares))
+    return shares if longest > (1 + GAIN) * shortest and not is_whole else whole

@@ -58,9 +58,12 @@ class Message(NamedTuple):
 
 
 class Result(NamedTuple):
-    """`bubble`: the share of the step in which the machines of the plan do not compute. `peak_memory`: bytes by rank.
-    `pipelines_end`: the second when the last action and its transfer are over, before what is left of the gradients."""
+    """One step of a candidate. `bubble`: the share of it in which its machines do not compute. `peak_memory`: bytes by
+    rank. `pipelines_end`: the second when the last action and its transfer are over, before what is left of the
+    gradients."""
 
+    candidate: Candidate
+    setting: Setting
     step_seconds: float
     pipelines_end: float
     bubble: float
@@ -208,7 +211,7 @@ class PipelineSimulation:
 
 
 def simulate(cluster: Cluster, candidate: Candidate, setting: Setting, runs: dict | None = None) -> Result:
-    """One step of a candidate. `runs`: results of pipelines, kept for the next call with the same setting."""
+    """`runs`: results of pipelines, kept for the next call with the same setting."""
     runs, size = {} if runs is None else runs, candidate.micro_batch_size
     for pipeline in candidate.pipelines:
         if (pipeline, size) not in runs:
@@ -227,7 +230,7 @@ def simulate(cluster: Cluster, candidate: Candidate, setting: Setting, runs: dic
               for rank, num_bytes in zip(pipeline.machines, peak_memory(cluster, pipeline, size, setting))}
     num_bytes = sum(transfer.num_bytes for transfer in transfers)
     bubble = 1 - busy / (len(ranks) * step) if step else 0.0
-    return Result(step, pipelines_end, bubble, num_bytes, memory, spans, transfers)
+    return Result(candidate, setting, step, pipelines_end, bubble, num_bytes, memory, spans, transfers)
 
 
 def sum_gradients(cluster: Cluster, candidate: Candidate, setting: Setting, runs: list) -> list[Transfer]:

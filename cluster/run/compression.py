@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from data_parallel import Bucket
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
+from models.loss import has_router_loss
 from pipeline_parallel import Action, StageCommunication
 from planning.machines import WIRE_DTYPES
 from timeline import timeline
@@ -35,7 +36,7 @@ def compress(plugin: HeterogeneousParallelPlugin, config, wire_dtype: str | None
     Call it before configure. `config` is the model's. Raises UserError for int8 where the sums of a router's loss
     travel with the hidden states.
     """
-    if wire_dtype == "int8" and getattr(config, "output_router_logits", False):
+    if wire_dtype == "int8" and has_router_loss(config):
         raise UserError("wire_dtype int8 is too coarse for the sums of a router's loss, which go with hidden states: "
                         "use bfloat16, or set output_router_logits=False in the model's configuration")
     if wire_dtype:

@@ -1,8 +1,4 @@
-"""Which rank holds which modules, takes which samples, and by which schedule: decided once, before training.
-
-Three things may decide it: a plan (see plan_file.py), --pipelines, or else each rank holds the whole model. Then a
-step's samples are shared out by speed, as it is measured now, so that none waits for the slowest. A step's samples are
-those of the checkpoint that a run goes on from, on however many machines.
+"""Which rank holds which modules, takes which samples, and by which schedule: see decide.py, before training.
 
 In an elastic run the machines that are there change, and so does how samples and layers are shared out.
 --pipelines can say so itself, with '|' between the alternatives:
@@ -15,20 +11,16 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 import process_group_manager as pgm
+from models.loss import has_router_loss
 from pipeline_template import PipelineTemplate
-from planning.machines import WIRE_DTYPES, Setting, setting_of
-from planning.plan_file import samples_of
+from planning.machines import WIRE_DTYPES, Setting
 from planning.schedules import SCHEDULES
-from planning.shares import shares_by_speed
 from ranks.collectives import gather, say
-from ranks.lost import is_elastic
 from run.compression import compress
 from run.local_steps import LocalPlugin
-from run.samples import SamplesPlugin
-from run.speeds import choose_shares, has_router_loss, layers_by_speed, measured_speeds
+from run.samples import SamplesPlugin, rebalancing_of
 from train import counts  # step 9's
 from utils import UserError, positive_int
 
@@ -91,10 +83,12 @@ class Layout:
         return [-(-count // self.micro_batch_size) for count in self.samples]
 
     def form(self, args, config) -> SamplesPlugin:
-        """Makes the groups of ranks: the plugin that trains by this layout. Collective. Raises UserError."""
+        """Makes the groups of ranks: the plugin that trains by this layout. `args` as they were before they have its
+        numbers. Collective. Raises UserError."""
         kind = functools.partial(LocalPlugin, args, self.local_steps) if self.local_steps else SamplesPlugin
         plugin = kind(self.tp_size, self.micro_batch_size, args.dtype, args.device, SCHEDULES[self.setting.schedule],
                       self.setting.recompute)
+        plugin.rebalancing = rebalancing_of(args, self, config)
         if self.local_steps:
             say(f"local steps of a round: {', '.join(map(str, self.local_steps))}")
         say(f"samples of a {'round' if self.local_steps else 'step'}, in micro-batches of up to "
@@ -119,56 +113,3 @@ class Layout:
         setting = self.setting._asdict()
         return {"pipelines": [layers], "num_microbatches": [self.num_microbatches], "samples": self.samples,
                 "batch_size": self.micro_batch_size, "pp_engine": setting.pop("schedule"), **setting}
-
-
-def choose_layout(args, made, plan: dict | None, found, device: torch.device, dtype: torch.dtype) -> Layout:
-    """`made`: a Model. `plan`: what find_plan returned. `found`: the checkpoint to go on from, or None. Collective.
-
-    Raises UserError for what is not possible.
-    """
-    def templates_of(pipelines: list[list[int]]) -> list[PipelineTemplate]:
-        return [PipelineTemplate.from_layers_per_stage(made.model, layers) for layers in pipelines]
-
-    total = found and found.state["global_batch"]  # of a step: what a checkpoint has decided
-    if plan:
-        shares, size = samples_of(plan), plan["micro_batch_size"]
-        if total not in (None, sum(shares)) and (is_elastic() or not args.plan):  # else Start.check refuses it
-            shares = shares_by_speed(total, [1 / count for count in shares])  # as planned
-        return Layout(templates_of([pipeline["layers"] for pipeline in plan["pipelines"]]), shares, size,
-                      setting_of(plan))
-    of_local_step = args.local_steps and args.batch_size * args.gradient_accumulation
-    if total and args.local_steps and not args.num_microbatches:
-        total //= of_local_step
-    pipelines, shares = choose_pipelines(args, made, device, dtype)
-    templates, local_steps = templates_of(pipelines), None
-    shares = choose_shares(args, made, len(pipelines), shares, total, device, dtype)
-    if args.local_steps and args.num_microbatches:  # local steps of unlike sizes, equally many on all ranks
-        local_steps, shares = [args.local_steps] * len(shares), [args.local_steps * count for count in shares]
-    elif args.local_steps:
-        local_steps = shares
-        shares = [of_local_step * count for count in local_steps]
-    setting = Setting(args.pp_engine, args.wire_dtype, args.gradient_wire_dtype, args.recompute)
-    setting = setting.for_pipelines(pipelines)  # there may be nothing to send
-    return Layout(templates, shares, args.batch_size, setting, local_steps, args.tp_size)
-
-
-def choose_pipelines(args, made, device, dtype) -> tuple[list[list[int]], list[int] | None]:
-    """The layers of each stage of each pipeline, and --num_microbatches for them. Collective."""
-    told, tp_size = args.num_microbatches or [None], args.tp_size
-    num_stages, left_over = divmod(dist.get_world_size(), tp_size)
-    if left_over:
-        raise UserError(f"--tp_size {args.tp_size} does not divide the {dist.get_world_size()} processes: start a "
-                        "multiple of it")
-    if not args.pipelines:
-        return [[made.model.config.num_hidden_layers]] * num_stages, told[0]
-    choices = [] if args.pipelines == BY_SPEED else args.pipelines
-    for number, pipelines in enumerate(choices):
-        if sum(map(len, pipelines)) == num_stages or len(choices) == 1 and not is_elastic():
-            return pipelines, told[min(number, len(told) - 1)]  # where the only one does not fit, set_pipelines says so
-    if choices and not is_elastic():
-        raise UserError(f"--pipelines has no alternative with {num_stages} stages in all: that many x tp_size="
-                        f"{tp_size} processes are here")
-    measured = measured_speeds(args, made, device, dtype) if tp_size == 1 else None
-    layers = layers_by_speed(made.model, measured, num_stages)
-    say(f"decoder layers of the stages: {', '.join(map(str, layers))}")
-    return [layers], told[0]

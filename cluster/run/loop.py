@@ -10,7 +10,6 @@ import process_group_manager as pgm
 from ranks.placement import is_home
 from run.evaluation import Evaluator
 from run.record import Record, Step
-from run.samples import Rebalancer
 from run.session import Session
 from run.times import StepTimes, write_timeline
 from timeline import timeline
@@ -25,8 +24,8 @@ def check_profile_batch(args, num_steps: int) -> None:
                         f"{first + num_steps - 1}: choose one of them, or {first - 1} for none")
 
 
-def train(session: Session, batches: Iterator[dict], criterion: Callable, num_steps: int, evaluator: Evaluator | None,
-          rebalancer: Rebalancer) -> int:
+def train(session: Session, batches: Iterator[dict], criterion: Callable, num_steps: int,
+          evaluator: Evaluator | None) -> int:
     """Trains until optimizer step `num_steps`. Returns the exit code. Collective.
 
     `batches`: this pipeline's, without those that were trained before a resume. The evaluator is used before the first
@@ -81,7 +80,7 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
             break
         if not is_last:
             session.take_in()
-            rebalancer.follow(session, step.number)
+            plugin.rebalance(args, step.number, session.stop_agreement)
     record.close()
     times.print()
     return session.finish(0 if is_last else stops)

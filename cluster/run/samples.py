@@ -8,7 +8,7 @@ The executor sums criterion / M over the step's M micro-batches, so the plugin m
 is 1 where all micro-batches are alike. Where rows have unlike numbers of targets, data/batches.py has weighted the mean
 before: against the mean over the step's samples, whatever the sizes of its micro-batches.
 
-Where machines become slower or faster while a run trains, samples move from one pipeline to another: see Rebalancer.
+Where machines become slower or faster while a run trains, samples move from one pipeline to another: see rebalance().
 """
 
 import argparse
@@ -20,9 +20,9 @@ import torch
 import process_group_manager as pgm
 from dataloader import deal_microbatches
 from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
+from models.loss import has_router_loss
 from planning.rebalancing import EARLY, Rebalancing
 from ranks.collectives import say
-from run.speeds import has_router_loss
 
 
 class SamplesPlugin(HeterogeneousParallelPlugin):
@@ -30,6 +30,7 @@ class SamplesPlugin(HeterogeneousParallelPlugin):
 
     optimizer_class = torch.optim.AdamW
     unfinished = None  # what a step has left that could not be made, see local_steps.py
+    rebalancing: Rebalancing | None = None  # None: the samples stay where they are
 
     def set_pipelines(self, pipelines: list, samples: list[int]) -> None:
         super().set_pipelines(pipelines, [-(-count // self.microbatch_size) for count in samples])
@@ -67,6 +68,24 @@ class SamplesPlugin(HeterogeneousParallelPlugin):
                 batch = collate([dataset[first + i] for i in those])
                 yield {name: self.on_device(value) for name, value in batch.items()}
 
+    def rebalance(self, args, step: int, agreement) -> None:
+        """Moves samples where that is decided. Call it after each step, on all ranks.
+
+        Each rank measures anyway how many seconds of a step it computes, and at the end of each step all tell each
+        other: `agreement`. So all ranks decide the same from the same numbers, without another message, and nothing is
+        sent: each pipeline reads other samples from the next step on.
+        """
+        if self.rebalancing is None:
+            return
+        before, work = self.samples, [numbers[0] for numbers in agreement.of_ranks]
+        if after := self.rebalancing.follow(step, agreement.longest_step, [
+                [max(work[rank] for rank in row) for row in block.tolist()]
+                for block in pgm.process_group_manager.ranks]):
+            old, new = (",".join(map(str, samples)) for samples in (before, after))
+            say(f"after step {step} work moves to faster machines: samples {old} -> {new}")
+            self.deal(after)
+            args.num_microbatches, args.samples = [self.num_microbatches], after
+
     def before_saving(self, model, optimizer) -> None:
         """What pipelines do before a checkpoint is saved: one of them has all that is saved."""
 
@@ -90,39 +109,18 @@ def add_replan_flag(parser: argparse.ArgumentParser) -> None:
                              "(default: auto, but what --num_microbatches says stays)")
 
 
-class Rebalancer:
-    """Moves samples between pipelines while a run trains, as planning/rebalancing.py decides. `config`: the model's.
-
-    Each rank measures anyway how many seconds of a step it computes, and at the end of each step all tell each other.
-    So all ranks decide the same from the same numbers, without another message, and nothing is sent: each pipeline
-    reads other samples from the next step on. All ranks make one together.
-    """
-
-    def __init__(self, args, layout, config):
-        self.args, self.rebalancing = args, None
-        stay = args.equal_shares or layout.setting.schedule == "afab" or has_router_loss(config) or (
-            args.local_steps and args.num_microbatches)
-        can_move, is_asked = len(layout.samples) > 1 and not stay, args.replan == "auto"
-        if can_move and args.replan != "off" and (is_asked or not args.num_microbatches):
-            unit = layout.samples[0] // layout.local_steps[0] if layout.local_steps else 1
-            early = 1 if layout.local_steps and args.local_steps > EARLY else EARLY  # in rounds of so many steps
-            self.rebalancing = Rebalancing(layout.samples, layout.micro_batch_size, unit, early)
-        elif is_asked:
-            say("--replan auto: nothing can move here. Samples move between pipelines, but not with --pp_engine afab, "
-                "which keeps the activations of all, nor with the loss of a router, --equal_shares, or local steps "
-                "of which --num_microbatches says the size")
-
-    def follow(self, session, step: int) -> None:
-        """Call it after each step, on all ranks."""
-        if self.rebalancing is None:
-            return
-        plugin = session.trained.plugin
-        old, agreement = self.rebalancing.samples, session.stop_agreement
-        work = [numbers[0] for numbers in agreement.of_ranks]
-        self.rebalancing.observe(agreement.longest_step, [[max(work[rank] for rank in row) for row in block.tolist()]
-                                                          for block in pgm.process_group_manager.ranks])
-        if new := self.rebalancing.decide(step):
-            before, after = (",".join(map(str, samples)) for samples in (old, new))
-            say(f"after step {step} work moves to faster machines: samples {before} -> {after}")
-            plugin.deal(new)
-            self.args.num_microbatches, self.args.samples = [plugin.num_microbatches], new
+def rebalancing_of(args, layout, config) -> Rebalancing | None:
+    """Decides when samples move between pipelines while a run trains; None where they stay. `config`: the model's."""
+    keeps_all = layout.setting.schedule == "afab"
+    has_own_sizes = args.local_steps and args.num_microbatches
+    stay = args.equal_shares or keeps_all or has_router_loss(config) or has_own_sizes
+    is_asked, is_default = args.replan == "auto", args.replan is None and not args.num_microbatches
+    if len(layout.samples) > 1 and not stay and (is_asked or is_default):
+        unit = layout.samples[0] // layout.local_steps[0] if layout.local_steps else 1
+        early = 1 if layout.local_steps and args.local_steps > EARLY else EARLY  # in rounds of so many steps
+        return Rebalancing(layout.samples, layout.micro_batch_size, unit, early)
+    if is_asked:
+        say("--replan auto: nothing can move here. Samples move between pipelines, but not with --pp_engine afab, "
+            "which keeps the activations of all, nor with the loss of a router, --equal_shares, or local steps "
+            "of which --num_microbatches says the size")
+    return None

@@ -17,7 +17,6 @@ import functools
 from collections.abc import Callable
 
 import torch.distributed as dist
-
 from data.batches import Data, check_data_flags, pad, weighted
 from data.encoded import require_same_data
 from hosts import exits
@@ -26,14 +25,14 @@ from models.lora import check_lora_flags, print_sizes
 from planning.plan_file import machines_of
 from ranks.join import meet, print_banner
 from ranks.placement import renumber_ranks
+from run.decide import choose_layout, find_plan
 from run.evaluation import Evaluator
 from run.flags import make_adamw
 from run.generation import Generation, train_in_generations
-from run.layout import check_layout_flags, choose_layout
+from run.layout import check_layout_flags
 from run.local_steps import check_local_flags
 from run.loop import check_profile_batch, train
-from run.plan_at_start import find_plan
-from run.samples import Rebalancer, SamplesPlugin
+from run.samples import SamplesPlugin
 from run.session import Session, Trained
 from run.start import Start, find_start
 from utils import TINY_LLAMA, make_scheduler
@@ -66,17 +65,16 @@ def train_generation(make_model: Callable, args: argparse.Namespace, generation:
     start = find_start(args, generation, device)
     layout = choose_layout(args, made, plan, start.found, device, dtype)
     made = with_weights(made, args, device, start.found is not None)
-    rebalancer = Rebalancer(args, layout, made.model.config)  # before `args` have the layout's numbers
+    plugin = layout.form(args, made.model.config)
     args.run_id = start.run_id  # from here on `args` are what the run's records say
     args.learning_rate = args.learning_rate or start.flags.get("learning_rate") or made.learning_rate
     vars(args).update(layout.as_flags())
-    plugin = layout.form(args, made.model.config)
-    code = train_together(args, plugin, made, start, rebalancer)
+    code = train_together(args, plugin, made, start)
     dist.destroy_process_group()
     return code
 
 
-def train_together(args, plugin: SamplesPlugin, made: Model, start: Start, rebalancer: Rebalancer) -> int:
+def train_together(args, plugin: SamplesPlugin, made: Model, start: Start) -> int:
     """All machines make each step together. The exit code."""
     tokenizer, vocab_size = args.model_name or TINY_LLAMA, made.model.config.vocab_size
     start.check(args, made, plugin.global_batch_size)
@@ -92,7 +90,7 @@ def train_together(args, plugin: SamplesPlugin, made: Model, start: Start, rebal
     if data.evaluation:
         evaluator = Evaluator(plugin, session.trained.model, data.evaluation, pad, made.criterion,
                               args.eval_batches)
-    return train(session, batches, weighted(made.criterion), num_steps, evaluator, rebalancer)
+    return train(session, batches, weighted(made.criterion), num_steps, evaluator)
 
 
 def set_up(args, plugin: SamplesPlugin, made: Model, start: Start, tokenizer: str, data: Data,

@@ -20,7 +20,7 @@ from planning import profiler  # noqa: E402
 from models import causal  # noqa: E402
 from planning.plan_file import machines_of  # noqa: E402
 from ranks.placement import renumber_ranks  # noqa: E402
-from run import plan_at_start  # noqa: E402
+from run import decide  # noqa: E402
 from utils import one_clear_error  # noqa: E402
 
 model, memory = sys.argv[1], [float(word) for word in sys.argv[2].split(",")]
@@ -31,10 +31,10 @@ def main() -> None:
     args = train_distributed.parse_args()
     pgm.init_process_group("gloo")
     before, device = dist.get_rank(), torch.device("cpu")
-    plan_at_start.free_memory = profiler.free_memory = lambda device: memory[before]
-    plan_at_start.MEASURE_SECONDS, profiler.TRAINING_BYTES = 0.5, 0.0
+    decide.free_memory = profiler.free_memory = lambda device: memory[before]
+    decide.MEASURE_SECONDS, profiler.TRAINING_BYTES = 0.5, 0.0
     dtype = getattr(torch, args.dtype)
-    if plan := plan_at_start.find_plan(args, causal.make_model(args, dtype), device, dtype):
+    if plan := decide.find_plan(args, causal.make_model(args, dtype), device, dtype):
         renumber_ranks(machines_of(plan))
     total = torch.tensor([before + 1.0])
     dist.all_reduce(total)  # of the ranks that are left

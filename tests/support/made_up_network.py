@@ -13,7 +13,6 @@ generation begins on one member after the other when all have joined, and ends o
 import json
 import pathlib
 import random
-import types
 
 from membership import contacts, rendezvous
 
@@ -39,6 +38,10 @@ class Process:
 
 
 class Network:
+    """It is the module time of what runs in here, and the store, of which the port is asked."""
+
+    port = 1
+
     def __init__(self, monkeypatch, folder: pathlib.Path, hosts: int, *, nproc: int = 1, at_least: int = 1,
                  multiple: int = 1, run_id: str = "run", seed: int = 0):
         self.now, self.listeners, self.processes, self.parts = 0.0, {}, [], None
@@ -58,12 +61,11 @@ class Network:
                     raise OSError(98, "Address already in use")
                 network.listeners[self.address, port] = self
 
-        clock = types.SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
-        stores = types.SimpleNamespace(TCPStore=lambda *_, **__: types.SimpleNamespace(port=1))
-        for name, value in dict(Listener=Listener, time=clock, dist=stores).items():
-            monkeypatch.setattr(rendezvous, name, value)
-        for name, value in dict(call=self.call, time=clock).items():
-            monkeypatch.setattr(contacts, name, value)
+        monkeypatch.setattr(rendezvous, "Listener", Listener)
+        monkeypatch.setattr(rendezvous.dist, "TCPStore", lambda *_, **__: self)
+        monkeypatch.setattr(contacts, "call", self.call)
+        for module in rendezvous, contacts:
+            monkeypatch.setattr(module, "time", self)
 
     def start(self, host: int, local_rank: int = 0) -> Process:
         self.monkeypatch.setenv("LOCAL_RANK", str(local_rank))
@@ -91,6 +93,9 @@ class Network:
         if listener is None or not self.reach(self.current.host, self.record["hosts"].index(address[0])):
             return None
         return json.loads(json.dumps(listener.answer(json.loads(json.dumps(message)), None)))
+
+    def monotonic(self) -> float:
+        return self.now
 
     def sleep(self, seconds: float) -> None:
         """The others have their turns meanwhile."""

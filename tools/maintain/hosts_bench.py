@@ -145,14 +145,12 @@ class Bench:
         with modules_of(9):
             from planning.machines import Candidate as Planned
             from planning.machines import Cluster, Pipeline, Setting
-            from planning.report import as_plan
-            from planning.search import Plans, Scored
+            from planning.plan_file import as_plan
             from planning.simulate import simulate
 
             cluster, setting = Cluster(self.cluster), Setting(**setting)
             planned = Planned(tuple(Pipeline(*each) for each in pipelines), size)
-            best = Scored(planned, simulate(cluster, planned, setting))
-            return as_plan(cluster, Plans([best], {}, 1, setting))
+            return as_plan(cluster, simulate(cluster, planned, setting))
 
     def by_plan(self, name: str, plan: dict) -> list:
         """The flags of a training by this plan."""

@@ -147,12 +147,14 @@ def moments(job: Job, split: Split, rank: int) -> dict[str, tuple[float, float, 
     in_layer = piled * (layers + experts) / count
     a_layer = sizes.between if job.recompute else sizes.layer
     at_mlp = max(weight + wide + max(split.sp * hidden, wide), 3 * weight + 2 * hidden - 3 * wide)
-    at_attention = sizes.heads - 4 * wide - hidden + 3 * weight
+    freed_by_mlp, copies_of_mlp = 4 * wide + hidden, 3 * weight  # the gradients of its copies pile up
     if job.experts:
         at_mlp = split.sp * hidden + 3 * wide * split.ep / job.experts
-        at_attention = between + sizes.heads - 4 * wide + 3 * weight * job.experts / split.ep
-    at_attention = max(at_attention, 3 * hidden - sizes.layer + (  # of what q, k and v multiply, when these are freed
-        sizes.for_w if is_zb else hidden + in_layer))
+        freed_by_mlp, copies_of_mlp = 4 * wide - between, copies_of_mlp * job.experts / split.ep
+    at_outputs = sizes.heads + copies_of_mlp - freed_by_mlp
+    left_of_layer = sizes.for_w if is_zb else hidden + in_layer
+    at_inputs = 3 * hidden + left_of_layer - sizes.layer  # of what q, k and v multiply, when these are freed
+    at_attention = max(at_outputs, at_inputs)
     again = job.recompute * (sizes.layer - sizes.between)
     later = (not is_last or chunks(job, split) > 1) * between + (of_chunk - 1) * (
         in_layer - a_layer + is_zb * sizes.for_w)
