@@ -10,6 +10,7 @@ otherwise nobody has changed a weight, and the step's samples are read again.
 """
 
 import collections
+import json
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -208,7 +209,7 @@ def find_in_memory(generation, disks: Disks) -> InMemory | None:
     mine = held.tensors() if is_current else {}
     specs = {key: (value.dtype, value.shape) for key, value in mine.items()}
     everyone = disks.gather((specs, is_current and (held.everything, held.checkpointer.state(step))))
-    everything, state = next(facts for _, facts in everyone if facts)
+    everything, state = max((facts for _, facts in everyone if facts), key=lambda facts: len(facts[1]["records"]))
     if not everything <= {key for each, _ in everyone for key in each}:
         generation.forget()
         if is_home():
@@ -221,6 +222,8 @@ def find_in_memory(generation, disks: Disks) -> InMemory | None:
     else:
         generation.forget()
     commit = next((each for each in commits if each.step == step), None)
+    if commit and f'"step": {step}, "loss"' not in state["records"]:  # no rank has come to make its row
+        state["records"] += json.dumps({**commit._asdict(), "trained_tokens": state["tokens"]}) + "\n"
     return InMemory([each for each, _ in everyone], commit, state, written)
 
 

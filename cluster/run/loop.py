@@ -38,7 +38,7 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
     origin = session.start.origin
     first = origin.step
     record = Record(args, grid, session.start.disks, num_steps, plugin.global_batch_size * args.seq_len,
-                    first, origin.flags, origin.is_another_run, session.commit)
+                    first, session.lines, origin.is_in_memory)
     session.generation.at_end.callback(record.leave)
     atexit.register(record.leave)  # where an error ends the run, its rows are still written, or said to be lost
     if first >= num_steps:
@@ -66,7 +66,7 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
             raise UserError(what_went_wrong(step, session))
         record.log(*step)
         if is_profiled:
-            write_timeline(args, times.clock, record.file is not None)
+            write_timeline(args, times.clock, record.writes)
         of_this_rank, is_last = [times.work, *times.used], step.number == num_steps
         stops = session.stop_agreement.agree(step.seconds, of_this_rank)
         record.used(step.number, session.stop_agreement.of_ranks)

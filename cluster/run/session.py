@@ -49,7 +49,7 @@ class Session:
     """All ranks make one together. `step`: the last one that was made. `source`: where the weights were read from.
 
     `made`: a Model. `tokenizer`: a name. `read`: of the data, what checkpoints say. `steps_per_epoch`: None where the
-    data have no epochs.
+    data have no epochs. `lines`: the rows of the run's records so far, see Record.
     """
 
     def __init__(self, args, start: Start, generation, made, trained: Trained, tokenizer: str, read: dict,
@@ -59,7 +59,7 @@ class Session:
             made.names, function_of(made.model), read, steps_per_epoch)
         self.global_batch = trained.plugin.global_batch_size
         self.source = start.origin.found.path if start.origin.found else made.source
-        self.step, self.commit = start.origin.step, start.origin.commit
+        self.step, self.commit, self.lines = start.origin.step, start.origin.commit, start.origin.lines
         self.tp_rank, stage = pgm.process_group_manager.tp_rank, trained.model.module
         self.stop_agreement = StopAgreement(generation.members and generation.members.newcomers, generation.signals)
         small = {**made.files, **from_home(lambda: read_tokenizer_files(tokenizer))}
@@ -79,7 +79,8 @@ class Session:
         return {"tokens": step * batch * args.seq_len, "seed": args.seed,
                 "global_batch": batch, "seq_len": args.seq_len, "names": self.names, "model": self.function,
                 "flags": {name: value for name, value in vars(args).items() if not callable(value)},
-                "topology": pgm.process_group_manager.topology, "run_id": self.start.run_id, "data": self.read}
+                "topology": pgm.process_group_manager.topology, "run_id": self.start.run_id, "data": self.read,
+                "records": "".join(self.lines)}
 
     def begin(self) -> None:
         """From now on there is something to lose. What is saved nowhere yet is saved. Collective."""

@@ -73,6 +73,11 @@ class Origin:
         """Those of the run that it goes on from; {} of a new run."""
         return self.found.state["flags"] if self.found else {}
 
+    @property
+    def lines(self) -> list[str]:
+        """The rows of the records of all steps before, as far as they are known."""
+        return self.found.state.get("records", "").splitlines(keepends=True) if self.found else []
+
     def keeps(self, name: str, state: dict | str) -> bool:
         """Whether that checkpoint in the run's folder is one of those that led here, or may be."""
         return (self.is_own and run_of(state) in (None, run_of(self.found.state))

@@ -1,6 +1,7 @@
 """Three ranks that hold unlike parts of a training, as after the loss of a host, and check what each has afterwards."""
 
 import itertools
+import json
 import pathlib
 import random
 import sys
@@ -47,7 +48,7 @@ def held_by(stage, step: int, everything=None, generation: int = 1, tp_rank: int
     optimizer = torch.optim.AdamW(stage.model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     checkpointer = types.SimpleNamespace(stage=stage, optimizer=optimizer, scheduler=scheduler, host=[1], written=0,
-                                   state=lambda step: {"step": step})
+                                   state=lambda step: {"step": step, "tokens": 9 * step, "records": ""})
     everything = frozenset(everything or live_state.weights_of(stage, 0))
     return LiveState(types.SimpleNamespace(
         trained=types.SimpleNamespace(plugin=types.SimpleNamespace(unfinished=None)),
@@ -88,6 +89,7 @@ def a_step_is_made_by_all_or_by_none(rank: int, disks) -> None:
         it, expected = after(states[rank]), after("applied" if commits else "incomplete").tensors()
         specs, commit, state, _ = in_memory(it, disks, 9)
         assert it.step == state["step"] == (2 if commits else 1) and (commit is not None) == commits, states
+        assert not commits or json.loads(state["records"]) == {**commit._asdict(), "trained_tokens": 18}, states
         assert it.scheduler.last_epoch == it.step and len(specs) == 3
         tensors = it.tensors()
         assert tensors.keys() == expected.keys() and all(torch.equal(tensors[key], expected[key]) for key in expected)
