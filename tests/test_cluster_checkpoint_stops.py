@@ -114,6 +114,7 @@ def test_keep_latest_and_metrics(folder):
     assert {"step_00000008", "step_00000009"} <= set(os.listdir(f"{saved}.1"))
     done = run(folder, "other", 1, "--resume", f"{saved}.1/step_00000008", max_steps=10, **flags)
     assert f"going on after step 8: {saved}.1/step_00000008\n" in done.stdout
+    assert [row["step"] for row in metrics(folder / "runs", "other")] == list(range(1, 11)), "its checkpoint has rows"
     assert sorted(os.listdir(saved)) == [".lock", "latest", "step_00000002", "step_00000003"]
     assert [row["step"] for row in metrics(folder / "runs", "kept")] == [1, 2, 3]
 

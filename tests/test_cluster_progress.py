@@ -6,7 +6,6 @@ import io
 import json
 import math
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -20,10 +19,8 @@ with modules_of(9):
     from hosts.exits import outlive_a_full_disk
     from ranks import course  # noqa: F401  before step 9's modules
     from ranks.disks import Disks
-    from ranks.files import Rows
     from run import times
-    from run.live_state import Commit
-    from run.record import EVALUATIONS, METRICS, Record
+    from run.record import EVALUATIONS, METRICS, Record, Rows
     from run.times import ABSENT
     from utils import UserError, writing
 
@@ -57,14 +54,15 @@ def scalars(folder, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in curves(folder).Scalars(name)]
 
 
-def a_record(folder, start: int = 0, num_steps: int = 4, last: Commit | None = None, branches: bool = False,
+def a_record(folder, before: Record | None = None, start: int = 0, num_steps: int = 4, is_in_memory: bool = False,
              is_logging_rank: bool = True, **flags) -> Record:
-    """Of one rank, whose disk is its own."""
-    args = argparse.Namespace(log_dir=str(folder), run_name="run", run_id="0123", wandb_project="", wandb_group="",
-                              **{"use_wandb": False, **flags})
+    """Of one rank, whose disk is its own; it goes on after step `start` of the one `before`."""
+    args = argparse.Namespace(log_dir=str(folder), run_name="run", wandb_project="", wandb_group="",
+                              **{"use_wandb": False, "run_id": "0123", **flags})
     grid = types.SimpleNamespace(is_logging_rank=is_logging_rank, world_size=1, topology={})
-    before = {"log_dir": str(folder), "run_name": "run"} if start else {}
-    return Record(args, grid, Disks(str(folder), needs_room=last is None), num_steps, 100, start, before, branches, last)
+    lines = [line for line in before.lines if json.loads(line)["step"] <= start] if before else []
+    disks = Disks(str(folder), needs_room=not is_in_memory)
+    return Record(args, grid, disks, num_steps, 100, start, lines, is_in_memory)
 
 
 def log(record: Record, *steps: int) -> None:
@@ -99,7 +97,7 @@ def test_bar_on_a_terminal_is_one_line(world_of_one, tmp_path, monkeypatch):
 def test_curves_and_wandb_have_ranks_evaluations_and_samples(world_of_one, tmp_path):
     sent = []
     record = a_record(tmp_path)
-    record.logger.wandb = types.SimpleNamespace(log=lambda values, step: sent.append((step, values)), finish=lambda: 0)
+    record.sinks.append(types.SimpleNamespace(show=lambda step, values: sent.append((step, values)), close=lambda: 0))
     log(record, 1)
     record.used(1, [[1.5, 1.5, 0.25, 0.5, 99.0, ABSENT, ABSENT]])
     record.evaluated(1, 1.0)
@@ -121,13 +119,13 @@ def test_curves_of_a_run_that_goes_on(world_of_one, tmp_path):
     """Those after its start are hidden, and on a disk without them all come from metrics.jsonl."""
     log(record := a_record(tmp_path), 1, 2, 3)
     record.close()
-    log(record := a_record(tmp_path, start=2), 3, 4)
+    log(record := a_record(tmp_path, record, start=2), 3, 4)
     record.close()
     whole = [(step, 5.0 - step) for step in (1, 2, 3, 4)]
     assert scalars(tmp_path / "run", "loss") == whole
     for path in (tmp_path / "run").glob("events*"):
         path.unlink()
-    log(record := a_record(tmp_path, start=3), 4)
+    log(record := a_record(tmp_path, record, start=3), 4)
     record.close()
     assert scalars(tmp_path / "run", "loss") == whole
 
@@ -149,7 +147,7 @@ def test_evaluations_of_a_run_that_goes_on(world_of_one, tmp_path):
     log(record, 3)
     record.evaluated(3, 2.5)
     record.close()
-    record = a_record(tmp_path, start=2)
+    record = a_record(tmp_path, record, start=2)
     log(record, 3, 4)
     record.evaluated(4, 2.0)
     record.close()
@@ -177,7 +175,7 @@ def test_a_full_disk_under_the_logs_costs_nothing(world_of_one, tmp_path, capsys
                 subprocess.run(["dd", "if=/dev/zero", f"of={tmp_path}/filler", "bs=4k"], stderr=subprocess.DEVNULL)
             if step == 45:  # the processes go on in a new generation
                 record.leave()
-                record = a_record(tmp_path, 44, 70, Commit(44, 5.0, 0.5, 0.1))
+                record = a_record(tmp_path, record, 44, 70, is_in_memory=True)
             if step == 50:
                 (tmp_path / "filler").unlink()
             log(record, step)
@@ -185,27 +183,23 @@ def test_a_full_disk_under_the_logs_costs_nothing(world_of_one, tmp_path, capsys
                 record.evaluated(step, 2.0)
         record.close()
         found = steps("metrics.jsonl")
-        assert found[-16:] == [*range(45, 61)] and found[:2] == [1, 2] and steps(EVALUATIONS) in ([40, 60], [60])
-        assert [*(tmp_path / "run").glob("*before*")] == []
+        assert found == [*range(1, 61)] and steps(EVALUATIONS) == [40, 60]
         printed = capsys.readouterr().out
-        assert printed.count("the run goes on, and what it can't write there") == 3
+        assert printed.count("the run goes on, and what it can't write there") == 4
         assert printed.count("no more curves for TensorBoard ([Errno 28]") >= 1
     finally:
         subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
-def test_rows_are_closed_by_one_owner_and_may_be_closed_again(capsys):
-    rows = Rows("metrics.jsonl", open("/dev/full", "w"))
-    rows.write("1\n")
-    rows.write("2\n")
+def test_rows_that_find_no_room(capsys):
+    rows = Rows("metrics.jsonl", "a", [], open("/dev/full", "w"))
+    rows.show(1, {"a": 1})
+    rows.show(2, {"a": 2})
     rows.close()
-    rows.close()
-    assert rows.left == b"1\n2\n" and rows.is_closed and capsys.readouterr().out.splitlines() == [
+    assert rows.left == b'{"a": 1}\n{"a": 2}\n' and capsys.readouterr().out.splitlines() == [
         "metrics.jsonl: No space left on device: the run goes on, and what it can't write there is written once there "
-        "is room", "metrics.jsonl: the disk is full still, so the last rows are lost, 4 bytes: make room, or choose "
+        "is room", "metrics.jsonl: the disk is full still, so the last rows are lost, 18 bytes: make room, or choose "
         "another --log_dir"]
-    with pytest.raises(AssertionError, match="metrics.jsonl is closed"):
-        rows.write("3\n")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, as root")
@@ -234,11 +228,12 @@ def test_a_disk_that_stays_full_to_the_end(world_of_one, tmp_path, capsys):
 
 def test_a_row_that_a_full_disk_took_a_part_of(world_of_one, tmp_path):
     """Its folder is this run's also where no row of it is whole: nothing there gets another name."""
-    (tmp_path / "run").mkdir()
+    log(record := a_record(tmp_path), 1)
+    record.leave()
     (tmp_path / "run" / METRICS).write_text('{"step": 1, "lo')
-    a_record(tmp_path, 1, last=Commit(1, 5.0, 0.5, 0.1)).close()
+    a_record(tmp_path, record, 1, is_in_memory=True).close()
     assert [json.loads(row)["step"] for row in (tmp_path / "run" / METRICS).open()] == [1]
-    assert os.listdir(tmp_path) == ["run"] and not list((tmp_path / "run").glob("*before*"))
+    assert os.listdir(tmp_path) == ["run"]
 
 
 def test_a_timeline_on_a_full_disk(world_of_one, tmp_path, monkeypatch, capsys):
@@ -263,18 +258,19 @@ def test_a_timeline_on_a_full_disk(world_of_one, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("logs", [False, True])
 def test_one_process_at_a_time_writes_the_run_of_wandb(world_of_one, tmp_path, monkeypatch, capsys, logs):
-    """Where another one logs from now on, the process that did ends it first: others begin after collect()."""
-    calls, collect = [], Record.collect
+    """Where another one logs from now on, the process that did ends it first: others begin after gather()."""
+    calls, gather = [], Disks.gather
     run = types.SimpleNamespace(step=0, log=lambda *_, **__: None, finish=lambda: calls.append("finish of the run"))
     wandb = types.SimpleNamespace(finish=lambda: calls.append("finish"), login=lambda **_: False,
                                   init=lambda **_: calls.append("init") or run, Settings=dict)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_RUN_ID", "restored")
     monkeypatch.setenv("WANDB_RESUME", "restored")
-    monkeypatch.setattr(Record, "collect", lambda *args: calls.append("collect") or collect(*args))
+    monkeypatch.setattr(Disks, "gather", lambda *args: calls.append("gather") or gather(*args))
     record = a_record(tmp_path, is_logging_rank=logs, use_wandb=True)
     record.leave()
-    assert calls == (["collect", "init"] if logs else ["finish", "collect"])
+    last = calls[-2:] if logs else calls[calls.index("finish"):][:2]
+    assert last == (["gather", "init"] if logs else ["finish", "gather"])
     run.finish = lambda: open("/dev/full", "w").write(10_000 * "x")
     record.close()  # what comes next is worth more
     assert logs == ("W&B's run did not end well ([Errno 28] No space left on device): make" in capsys.readouterr().out)
@@ -293,13 +289,12 @@ def test_output_outlives_a_full_disk_and_not_a_closed_pipe():
 
 
 def test_without_rows_of_its_own_a_run_says_so(world_of_one, tmp_path, capsys):
-    """The run that has left rows there has another id."""
+    """A checkpoint of an older version has none."""
     record = a_record(tmp_path)
     log(record, 1)
     record.close()
-    (tmp_path / "run" / "config.json").write_text('{"run_id": "older"}')
     a_record(tmp_path, start=1).close()
-    assert "the metrics of the steps up to 1 are on none of these hosts" in capsys.readouterr().out
+    assert "the checkpoint of step 1 has no metrics of the steps before" in capsys.readouterr().out
     assert len((tmp_path / "run.1" / "metrics.jsonl").read_text().splitlines()) == 1
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
 
@@ -308,9 +303,9 @@ def test_a_run_in_progress_keeps_its_rows(world_of_one, tmp_path):
     """Whoever would go on in its folder is refused before anything there has another name."""
     first = a_record(tmp_path)
     log(first, 1, 2)
-    for branches in False, True:
+    for run_id in "0123", "another":
         with pytest.raises(ValueError, match="a run in progress writes"):
-            a_record(tmp_path, 1, branches=branches)
+            a_record(tmp_path, first, 1, run_id=run_id)
     log(first, 3)
     first.close()
     assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()] == [1, 2, 3]
@@ -321,7 +316,7 @@ def test_a_branch_leaves_what_it_does_not_go_on_from(world_of_one, tmp_path):
     log(record := a_record(tmp_path), 1, 2, 3)
     record.evaluated(3, 2.0)
     record.close()
-    log(record := a_record(tmp_path, 1, branches=True), 2)
+    log(record := a_record(tmp_path, record, 1, run_id="branch"), 2)
     record.close()
     for folder, steps in ("run.1", [1, 2, 3]), ("run", [1, 2]):
         assert [json.loads(line)["step"] for line in (tmp_path / folder / "metrics.jsonl").open()] == steps

@@ -6,7 +6,7 @@
         model.safetensors.index.json                               which weight is in which file
         optimizer-00001-of-00002.safetensors                       AdamW's averages, by the same names
         optimizer.safetensors.index.json
-        state.json                                                 the step, the flags, a checksum a file
+        state.json                                                 the step, flags, rows of metrics, a checksum a file
 
 A safetensors file is the length of its header (8 bytes), the header, which is JSON, and then the tensors' bytes, one
 tensor after the other: https://huggingface.co/docs/safetensors. No file of a checkpoint is a pickle, so reading one

@@ -1,5 +1,4 @@
-"""Files that are written whole or not at all, with a checksum, JSON files that are checked when they are read, and what
-is worth less than the run that writes it: rows that wait for room on a full disk."""
+"""Files that are written whole or not at all, with a checksum, and JSON files that are checked when they are read."""
 
 import contextlib
 import json
@@ -51,41 +50,6 @@ class File:
         if self.error:
             raise self.error
         return {"bytes": self.size, "crc32": f"{self.checksum:08x}"}
-
-
-class Rows:
-    """A file of lines that outlives a full disk: it is said once, and each later write() tries again.
-
-    `file`: where it is open already; else the first write() opens it. A second close() does nothing.
-    """
-
-    def __init__(self, name: str, file=None):
-        self.name, self.file, self.left, self.is_full, self.is_closed = name, file, b"", False, False
-
-    def write(self, text: str) -> None:
-        assert not self.is_closed, f"{self.name} is closed"
-        self.left += text.encode()
-        try:
-            self.file = self.file or open(self.name, "ab", buffering=0)
-            while self.left:  # a disk that is nearly full takes a part of it
-                self.left = self.left[os.write(self.file.fileno(), self.left):]
-            self.is_full = False
-        except OSError as error:
-            if not self.is_full:
-                print(f"{self.name}: {error.strerror}: the run goes on, and what it can't write there is written once "
-                      "there is room", flush=True)
-            self.is_full = True
-
-    def close(self) -> None:
-        if self.left and not self.is_closed:
-            self.write("")
-            if self.left:
-                print(f"{self.name}: the disk is full still, so the last rows are lost, {len(self.left)} bytes: make "
-                      "room, or choose another --log_dir", flush=True)
-        self.is_closed = True
-        if self.file:
-            with contextlib.suppress(OSError):  # of a disk in the network, which may say so now only
-                self.file.close()
 
 
 def write(path: str, content: bytes) -> dict:

@@ -10,6 +10,7 @@ otherwise nobody has changed a weight, and the step's samples are read again.
 """
 
 import collections
+import json
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
@@ -205,7 +206,7 @@ def find_in_memory(generation, disks: Disks, device: torch.device) -> InMemory |
     live = generation.live
     specs = {key: (value.dtype, value.shape) for key, value in live.tensors().items()} if live else {}
     everyone = disks.gather((specs, live and (live.everything, live.checkpointer.state(step))))
-    everything, state = next(facts for _, facts in everyone if facts)
+    everything, state = max((facts for _, facts in everyone if facts), key=lambda facts: len(facts[1]["records"]))
     if not everything <= {key for each, _ in everyone for key in each}:
         generation.forget()
         if is_home():
@@ -216,6 +217,8 @@ def find_in_memory(generation, disks: Disks, device: torch.device) -> InMemory |
         for param in live.stage.model.parameters():
             param.grad = None  # all have taken the step that they were for
     commit = next((each for each in commits if each.step == step), None)
+    if commit and f'"step": {step}, "loss"' not in state["records"]:  # no rank has come to make its row
+        state["records"] += json.dumps({**commit._asdict(), "trained_tokens": state["tokens"]}) + "\n"
     found = Found(name_of_step(step), disks.folder, state, {})
     return InMemory(generation, disks, device, found, [each for each, _ in everyone], commit, written)
 

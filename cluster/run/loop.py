@@ -35,8 +35,8 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
     """
     grid, args, (plugin, model, optimizer, scheduler) = pgm.process_group_manager, session.args, session.trained
     start, first = session.start, session.start.step
-    record = Record(args, grid, start.disks, num_steps, plugin.global_batch_size * args.seq_len, first, start.flags,
-                    start.is_another_run, session.live.commit)
+    record = Record(args, grid, start.disks, num_steps, plugin.global_batch_size * args.seq_len, first, session.lines,
+                    start.memory is not None)
     session.generation.at_end.callback(record.leave)
     atexit.register(record.leave)  # where an error ends the run, its rows are still written, or said to be lost
     if first >= num_steps:
@@ -66,7 +66,7 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
         require_finite(step, session)
         record.log(*step)
         if is_profiled:
-            write_timeline(args, times.clock, record.file is not None)
+            write_timeline(args, times.clock, record.writes)
         of_this_rank = [times.work, *times.used]
         stops = session.stop_agreement.agree(step.seconds, of_this_rank)
         record.used(step.number, session.stop_agreement.of_ranks)

@@ -46,7 +46,7 @@ class Trained(NamedTuple):
     scheduler: object
 
 
-def description(args, run_id: str, made, global_batch: int, read: dict) -> Callable[[int], dict]:
+def description(args, run_id: str, made, global_batch: int, read: dict, lines: list[str]) -> Callable[[int], dict]:
     """What state.json says of the run after a step. It outlives the Session, and refers to nothing of that."""
     names, function = made.names, function_of(made.model)
 
@@ -54,7 +54,8 @@ def description(args, run_id: str, made, global_batch: int, read: dict) -> Calla
         return {"tokens": step * global_batch * args.seq_len, "seed": args.seed, "global_batch": global_batch,
                 "seq_len": args.seq_len, "names": names, "model": function,
                 "flags": {name: value for name, value in vars(args).items() if not callable(value)},
-                "topology": pgm.process_group_manager.topology, "run_id": run_id, "data": read}
+                "topology": pgm.process_group_manager.topology, "run_id": run_id, "data": read,
+                "records": "".join(lines)}
 
     return describe
 
@@ -63,17 +64,17 @@ class Session:
     """All ranks make one together. `live`: what goes on after its generation. `source`: where weights were read from.
 
     `made`: a Model. `tokenizer`: a name. `read`: of the data, what checkpoints say. `steps_per_epoch`: None where the
-    data have no epochs.
+    data have no epochs. `lines`: the rows of the run's records so far, see Record.
     """
 
     def __init__(self, args, start: Start, made, trained: Trained, tokenizer: str, read: dict,
                  steps_per_epoch: int | None):
         self.args, self.start, self.generation, self.trained = args, start, start.generation, trained
         self.steps_per_epoch, self.source = steps_per_epoch, start.found.path if start.found else made.source
-        self.members, tp_rank = self.generation.members, pgm.process_group_manager.tp_rank
+        self.members, tp_rank, self.lines = self.generation.members, pgm.process_group_manager.tp_rank, start.lines
         self.stop_agreement = StopAgreement(self.members and self.members.newcomers, self.generation.signals)
         small = {**made.files, **once(home_rank(), lambda: read_tokenizer_files(tokenizer))}
-        describe = description(args, start.run_id, made, trained.plugin.global_batch_size, read)
+        describe = description(args, start.run_id, made, trained.plugin.global_batch_size, read, self.lines)
         self.checkpointer = Checkpointer(start.disks, trained.model, trained.optimizer, trained.scheduler, describe,
                                          small, args.keep)
         self.sampler = args.sample_every and Sampler(trained.plugin, trained.model, tokenizer, args.prompt,

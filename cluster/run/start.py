@@ -87,6 +87,11 @@ class Start:
         """The step of the last checkpoint that this run has."""
         return self.memory.written if self.memory else self.step if self.is_own else 0
 
+    @property
+    def lines(self) -> list[str]:
+        """The rows of the records of all steps before, as far as they are known."""
+        return self.found.state.get("records", "").splitlines(keepends=True) if self.found else []
+
     def check(self, args, made: Model, global_batch: int) -> None:
         """Raises UserError where a resumed run has another model, or would read other samples than before."""
         if (found := self.found) is None:

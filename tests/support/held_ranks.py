@@ -37,6 +37,7 @@ from utils import UserError  # noqa: E402
 NORM, CPU = 3.0, torch.device("cpu")
 STATES = "incomplete", "complete", "committed", "applied"  # of the step in which the host was lost
 REPLICAS = [[4], [4], [4]]
+ROW = '{"step": 1, "loss": 0.5, "grad_norm": 3.0, "memory_gb": 1.5}\n'
 
 
 def whole(seed: int, is_tied: bool = False) -> LlamaForCausalLM:
@@ -59,7 +60,7 @@ def train(disks: Disks, pipelines, weights=None, step: int = 5, seed: int = 1, t
                          [1] * len(pipelines))
     model, optimizer, _ = plugin.configure(model, lambda named: torch.optim.AdamW(named, lr=0.1), weights=weights)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    checkpointer = Checkpointer(disks, model, optimizer, scheduler, lambda step: {}, {})
+    checkpointer = Checkpointer(disks, model, optimizer, scheduler, lambda step: {"tokens": 9 * step, "records": ""}, {})
     tp_rank = pgm.process_group_manager.tp_rank
     live = LiveState(checkpointer, 1, tp_rank, 1.0, step)
     live.everything, _ = who_has_what(model.module, tp_rank, str(dist.get_rank()))
@@ -93,6 +94,7 @@ def a_step_is_made_by_all_or_by_none(rank: int, disks: Disks) -> None:
             live.optimizer.step()
             live.scheduler.step()
             live.step = 1
+        live.checkpointer.describe = lambda step: {"tokens": 9 * step, "records": ROW * live.step}
 
     expected = {}
     for state in STATES[0], STATES[-1]:
@@ -105,6 +107,8 @@ def a_step_is_made_by_all_or_by_none(rank: int, disks: Disks) -> None:
         after(states[rank])
         memory, _ = in_memory(live, disks)
         assert live.step == memory.found.state["step"] == commits == (memory.commit is not None), states
+        made = json.dumps({**memory.commit._asdict(), "trained_tokens": 9}) + "\n" if commits else ""
+        assert memory.found.state["records"] == (ROW if "applied" in states else made), states
         assert live.scheduler.last_epoch == live.step and all(memory.specs)
         found, those = live.tensors(), expected["applied" if commits else "incomplete"]
         assert found.keys() == those.keys() and all(torch.equal(found[key], those[key]) for key in those), states
