@@ -94,7 +94,8 @@ def a_step_is_made_by_all_or_by_none(rank: int, disks: Disks) -> None:
             live.optimizer.step()
             live.scheduler.step()
             live.step = 1
-        live.checkpointer.describe = lambda step: {"tokens": 9 * step, "records": ROW * live.step}
+        records = ROW * live.step
+        live.checkpointer.describe = lambda step: {"tokens": 9 * step, "records": records}
 
     expected = {}
     for state in STATES[0], STATES[-1]:
