@@ -2,7 +2,7 @@
 
 import os
 import sys
-import types
+from unittest import mock
 
 import conftest
 import host_facts
@@ -107,7 +107,7 @@ def test_ranks_of_a_machine_or_a_gpu_share_its_memory(monkeypatch, kind, ranks):
     monkeypatch.setattr(placement, "gather", lambda own: [own] * ranks + [other])
     monkeypatch.setattr(memory, "available_memory", lambda: 1200)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1200, 4800))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="own"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mock.Mock(uuid="own"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(placement.dist, "get_rank", lambda: 0)

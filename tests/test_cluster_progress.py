@@ -10,7 +10,7 @@ import pathlib
 import re
 import subprocess
 import sys
-import types
+from unittest import mock
 
 import pytest
 from lab.launch import MODELS, modules_of
@@ -62,7 +62,8 @@ def a_record(folder, start: int = 0, num_steps: int = 4, last: Commit | None = N
     """Of one rank, whose disk is its own."""
     args = argparse.Namespace(log_dir=str(folder), run_name="run", run_id="0123", wandb_project="", wandb_group="",
                               **{"use_wandb": False, **flags})
-    grid = types.SimpleNamespace(is_logging_rank=is_logging_rank, world_size=1, topology={})
+    grid = times.pgm.ProcessGroupManager([1], 1)
+    grid.is_logging_rank = is_logging_rank
     before = {"log_dir": str(folder), "run_name": "run"} if start else {}
     return Record(args, grid, Disks(str(folder), needs_room=last is None), num_steps, 100, start, before, branches, last)
 
@@ -97,9 +98,8 @@ def test_bar_on_a_terminal_is_one_line(world_of_one, tmp_path, monkeypatch):
 
 
 def test_curves_and_wandb_have_ranks_evaluations_and_samples(world_of_one, tmp_path):
-    sent = []
     record = a_record(tmp_path)
-    record.logger.wandb = types.SimpleNamespace(log=lambda values, step: sent.append((step, values)), finish=lambda: 0)
+    record.logger.wandb = mock.Mock()
     log(record, 1)
     record.used(1, [[1.5, 1.5, 0.25, 0.5, 99.0, ABSENT, ABSENT]])
     record.evaluated(1, 1.0)
@@ -112,7 +112,8 @@ def test_curves_and_wandb_have_ranks_evaluations_and_samples(world_of_one, tmp_p
         "cpu_percent/rank0": 99.0})
     texts = {name: at_once.Tensors(name)[0].tensor_proto.string_val for name in at_once.Tags()["tensors"]}
     assert texts["sample/text_summary"] == [b"The end"] and texts["hosts/text_summary"][0].startswith(b"rank 0: ")
-    everything = {name: value for step, values in sent for name, value in values.items() if step == 1}
+    sent = [call.args[0] for call in record.logger.wandb.log.call_args_list if call.kwargs == {"step": 1}]
+    everything = {name: value for values in sent for name, value in values.items()}
     assert everything["wait_seconds/rank0"] == 0.25 and everything["sample"] == "The end"
     assert everything["evaluation_loss"] == 1.0 and "gpu_percent/rank0" not in everything
 
@@ -244,7 +245,7 @@ def test_a_row_that_a_full_disk_took_a_part_of(world_of_one, tmp_path):
 def test_a_timeline_on_a_full_disk(world_of_one, tmp_path, monkeypatch, capsys):
     """One line with the file and the remedy; no part of a file is left, and no picture of it is offered."""
     path, args = tmp_path / "timeline_batch3_all.json", argparse.Namespace(log_dir=tmp_path, run_name="", profile_batch=3)
-    monkeypatch.setattr(times.pgm, "process_group_manager", types.SimpleNamespace(is_logging_rank=True))
+    monkeypatch.setattr(times.pgm, "process_group_manager", times.pgm.ProcessGroupManager([1], 1))
 
     def write(name, grid):  # as Timeline does
         with writing(name), open(name, "w") as file:
@@ -264,18 +265,16 @@ def test_a_timeline_on_a_full_disk(world_of_one, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("logs", [False, True])
 def test_one_process_at_a_time_writes_the_run_of_wandb(world_of_one, tmp_path, monkeypatch, capsys, logs):
     """Where another one logs from now on, the process that did ends it first: others begin after collect()."""
-    calls, collect = [], Record.collect
-    run = types.SimpleNamespace(step=0, log=lambda *_, **__: None, finish=lambda: calls.append("finish of the run"))
-    wandb = types.SimpleNamespace(finish=lambda: calls.append("finish"), login=lambda **_: False,
-                                  init=lambda **_: calls.append("init") or run, Settings=dict)
+    collect, wandb = Record.collect, mock.Mock(**{"init.return_value.step": 0})
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_RUN_ID", "restored")
     monkeypatch.setenv("WANDB_RESUME", "restored")
-    monkeypatch.setattr(Record, "collect", lambda *args: calls.append("collect") or collect(*args))
+    monkeypatch.setattr(Record, "collect", lambda *args: wandb.collect() and collect(*args))
     record = a_record(tmp_path, is_logging_rank=logs, use_wandb=True)
     record.leave()
+    calls = [name for name, *_ in wandb.mock_calls if name in ("collect", "init", "finish", "init().finish")]
     assert calls == (["collect", "init"] if logs else ["finish", "collect"])
-    run.finish = lambda: open("/dev/full", "w").write(10_000 * "x")
+    wandb.init.return_value.finish = lambda: open("/dev/full", "w").write(10_000 * "x")
     record.close()  # what comes next is worth more
     assert logs == ("W&B's run did not end well ([Errno 28] No space left on device): make" in capsys.readouterr().out)
 

@@ -2,15 +2,13 @@
 
 import re
 import sys
-import types
 
 import pytest
 import same_numbers
 import torch
 from same_numbers.__main__ import main
+from test_same_numbers import as_rank
 from torch import nn
-
-MODULE = sys.modules.get("same_numbers.recorder", same_numbers)
 
 
 class Two(nn.Module):
@@ -33,9 +31,7 @@ def nothing(*args):
 def train(monkeypatch, folder, rank=0, world=1, dtype=torch.float64, prepare=nothing, change=nothing, made=None, lr=1e-3,
           loss=1.0, norm=None, wrap=lambda model: model, steps=3, kind=torch.optim.AdamW, adam=None):
     """Three steps as `rank`; `prepare` changes a model before, `change` its gradients in a step."""
-    monkeypatch.setattr(MODULE, "dist", types.SimpleNamespace(
-        is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda _: rank, get_world_size=lambda _: world,
-        all_gather_object=nothing))
+    as_rank(monkeypatch, rank, world)
     model = (made or Two)()
     for param in model.parameters():
         param.data = param.data if param.is_complex() else param.data.to(dtype)

@@ -1,7 +1,5 @@
 """choose.py: its formulas against the schedules, the planner and real runs of the steps; the page computes the same."""
 
-import types
-
 import pytest
 import torch
 from lab.launch import modules_of
@@ -14,6 +12,7 @@ from test_tool_site_scripts import needs_node, node
 with modules_of(9):
     import choose
     import model
+    import utils
     from planning.machines import Cluster, Pipeline, Setting
     from planning.module_memory import saved_bytes
     from planning.simulate import peak_memory
@@ -33,8 +32,7 @@ LARGE = JOB._replace(shape=PRESETS["llama-70b"], seq_len=4096, global_batch=512,
                                            *[("cuda", "bfloat16")] * torch.cuda.is_available()])
 def test_what_a_layer_keeps_is_what_torch_keeps(device, dtype):
     """Counted by hooks. Without a GPU, what its kernels need is what the signatures of their backwards say."""
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    config = types.SimpleNamespace(**dict(zip(names, TINY)), head_dim=TINY.head_dim, rms_norm_eps=1e-5)
+    config = utils.load_config(utils.TINY_LLAMA, num_attention_heads=None)
     layer, dtype = model.DecoderLayer(config).to(device), getattr(torch, dtype)
     x = torch.randn(2, 96, TINY.hidden, dtype=dtype, device=device, requires_grad=True)
     cos, sin = model.get_cos_sin(96, TINY.head_dim, dtype, x.device, rope_theta=1e4)

@@ -6,7 +6,6 @@ import random
 import resource
 import subprocess
 import sys
-import types
 from collections import Counter
 
 import pytest
@@ -20,7 +19,7 @@ from lab.watch.messages import LOGGED, Messages
 with modules_of(9):
     import dry_run
     from lab.rank_alone import alone
-    from lab.watch.dry_run import run_rank
+    from lab.watch.dry_run import DryRun, run_rank
     from lab.watch.memory import Event, Handle
     from maintain import published_runs
     from museum.faults import FAULTS
@@ -149,7 +148,8 @@ def test_the_clock_tells_usual_actions_from_what_a_step_has_once():
     first, second, third = ([("begin", "backward", i, 0), ("compute", 4.0, 0)] for i in range(3))
     waits = [("wait", each.handle) for each in sends]
     log = [*first, ("end",), *second, ("end",), *sends, *third, *waits, ("end",)]
-    clock = Clock(types.SimpleNamespace(count=types.SimpleNamespace(log=log)), machine)
+    (rank := DryRun()).count.log += log
+    clock = Clock(rank, machine)
     assert (clock.now, clock.seconds, clock.late) == (13.0, {("B", 0): 4.0}, 1.0) and clock.exposed["dp"] == 1.0
     assert clock.computing == clock.bound_by_memory == 12.0
 
@@ -201,9 +201,9 @@ def test_unlike_pipelines_end_their_step_together(capsys):
 @pytest.mark.parametrize("step, more", [(8, {}), (16, {"num_experts": 8, "experts_per_token": 3})])
 def test_one_definition_of_mfu(step, more):
     """That of the steps' metrics.py, in dry_run.py and in what_if.py."""
-    metrics = Program(step).load().metrics
-    shape = Shape(128, 352, 4, 8, 4, 1024, False, 16)
-    config = types.SimpleNamespace(**shape.config(), **{"num_experts": 0, **more})
+    modules, shape = Program(step).load(), Shape(128, 352, 4, 8, 4, 1024, False, 16)
+    metrics, utils = modules.metrics, modules.utils
+    config = utils.load_config(utils.TINY_LLAMA, num_hidden_layers=4, num_attention_heads=None, **more)
     assert flops_per_token(config, 64) == metrics.flops_per_token(config, 64)
     if not more:
         assert shape.flops(64) == metrics.flops_per_token(config, 64)

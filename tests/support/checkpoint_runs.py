@@ -22,10 +22,11 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "cluster" / "train_distributed.py"
-STEPS, SAVED = 12, 7
+STEPS, SAVED = 12, 6
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
              head_dim=8)
 TEXT = "It was the best of times, it was the worst of times; it was the age of wisdom. " * 6
+PROMPT = "It was"  # of the recorded runs' samples of text
 TOPOLOGIES = {  # name -> ranks, flags: 8 micro-batches a step in each
     "one": (1, ["--num_microbatches", "8"]),
     "tp2": (2, ["--num_microbatches", "8", "--tp_size", "2"]),
@@ -81,6 +82,23 @@ def newest(folder: pathlib.Path, name: str) -> pathlib.Path:
     """What `latest` of a run points to."""
     run = folder / "checkpoints" / name
     return run / (run / "latest").read_text().strip()
+
+
+def record(folder: pathlib.Path) -> None:
+    """Runs of the same STEPS, one process's "one" and "2;1", as TOPOLOGIES has them, with checkpoints of every second
+    step; NAME.txt is what each prints. `model`: a tiny Llama without weights."""
+    from lab.launch import start_fork
+    from support.recordings import LLAMA3
+
+    write_model(folder / "model", rope_parameters=LLAMA3)
+    write_corpus(folder)
+    jobs = {}
+    for name in "one", "2;1":
+        ranks, flags = TOPOLOGIES[name]
+        words = flags_of(folder, name, folder / "model", save_every=2, keep=STEPS, sample_every=STEPS, prompt=PROMPT)
+        jobs[name] = start_fork(9, ranks, *words, *flags, script=SCRIPT)
+    for name, job in jobs.items():
+        (folder / f"{name}.txt").write_text(job.result().stdout)
 
 
 def put_nan(numbers, rank: int, step: int, optimizer, _args, _kwargs) -> None:
