@@ -12,7 +12,7 @@ import torch
 from lab.huggingface import ExactRMSNorm, their_name
 from lab.launch import fork, losses, metrics, modules_of
 from support.checkpoint_runs import (
-    PROMPT, ROOT, SAVED, SCRIPT, STEPS, TOPOLOGIES, checkpoint, flags_of,
+    PROMPT, ROOT, SAVED, SCRIPT, STEPS, TOPOLOGIES, checkpoint, flags_of, tensors_of,
 )
 
 with modules_of(9):
@@ -46,20 +46,8 @@ def test_another_topology_goes_on_where_one_stopped(recorded, moved):
     assert [row["step"] for row in found] == list(range(1, STEPS + 1)), "those before the checkpoint as well"
     for key, off in {"loss": OF_LOSSES, "grad_norm": TOLERANCE, "learning_rate": 1e-15, "trained_tokens": 0}.items():
         assert [row[key] for row in found] == pytest.approx([row[key] for row in expected], rel=0, abs=off), key
-    a, b = read_all(checkpoint(recorded, "one", STEPS)), read_all(checkpoint(folder, "moved", STEPS))
+    a, b = tensors_of(checkpoint(recorded, "one", STEPS), ""), tensors_of(checkpoint(folder, "moved", STEPS), "")
     assert a.keys() == b.keys() and all((a[name] - b[name]).abs().max() <= TOLERANCE for name in a)
-
-
-def read_all(path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint: weights and AdamW's state."""
-    from safetensors.torch import load_file
-
-    found = {}
-    for file in path.glob("*.safetensors"):
-        part = load_file(file)
-        assert not part.keys() & found.keys(), "a tensor is in two files"
-        found.update(part)
-    return found
 
 
 def test_the_directory(recorded):
@@ -71,7 +59,7 @@ def test_the_directory(recorded):
     small = {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json",
              "optimizer.safetensors.index.json"}
     assert set(os.listdir(path)) == {"state.json", *small, *shards["model"], *shards["optimizer"]}
-    state, tensors = json.loads((path / "state.json").read_text()), read_all(path)
+    state, tensors = json.loads((path / "state.json").read_text()), tensors_of(path, "")
     assert state["files"].keys() == set(os.listdir(path)) - {"state.json"}
     for name, facts in state["files"].items():
         content = (path / name).read_bytes()
@@ -87,13 +75,12 @@ def test_the_directory(recorded):
 def test_transformers_reads_what_a_pipeline_and_tp_ranks_saved(recorded, moved):
     """The logits are those of the model that one process has trained, and our Llama's with its weights."""
     from lab.huggingface import reference
-    from safetensors.torch import load_file
     from transformers import LlamaForCausalLM
 
     path = checkpoint(moved[0], "moved", STEPS)
-    [alone] = checkpoint(recorded, "one", STEPS).glob("model-*.safetensors")
     theirs = LlamaForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
-    ours = reference(theirs.config, weights := load_file(alone))  # its names are theirs already
+    weights = tensors_of(checkpoint(recorded, "one", STEPS))
+    ours = reference(theirs.config, weights)  # its names are theirs already
     with torch.device("meta"):
         llama = Llama(load_config(path, num_attention_heads=None), torch.float64)
     llama.load_state_dict({name: weights[their_name(name)] for name in llama.state_dict()}, assign=True)

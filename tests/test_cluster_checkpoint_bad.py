@@ -10,8 +10,7 @@ import subprocess
 import pytest
 import torch
 from lab.launch import losses, modules_of, start_fork
-from safetensors.torch import load_file
-from support.checkpoint_runs import SCRIPT, STEPS, checkpoint, flags_of, newest, write_model
+from support.checkpoint_runs import SCRIPT, STEPS, checkpoint, flags_of, newest, tensors_of, write_model
 from support.recordings import LLAMA3
 
 with modules_of(9):
@@ -25,10 +24,6 @@ with modules_of(9):
 
 OLDER, NEWER = 2, 4
 WEIGHTS = "model-00001-of-00001.safetensors"
-
-
-def weights(path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in path.glob("model-*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def words(folder, name, *more, model="model", **changes) -> list:
@@ -204,7 +199,7 @@ if os.environ["RANK"] == "1":
     checkpoint.Checkpointer.copy_to_host = lambda *_: sys.exit("a copy is made")
 """, *words(saved, "short", "--pipelines", "2,2", max_steps=OLDER, save_every=1), then=SCRIPT.name)
     assert done.stdout.count("rank 1: a copy of its part of a checkpoint takes 1 MB") == 1, done.stdout
-    ours, theirs = (weights(path / f"step_{OLDER:08d}") for path in (newest(saved, "short").parent, saved / "copy"))
+    ours, theirs = (tensors_of(path / f"step_{OLDER:08d}") for path in (newest(saved, "short").parent, saved / "copy"))
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-10) for name in ours)
 

@@ -13,7 +13,7 @@ import pytest
 from lab.launch import fork, losses, metrics, modules_of, torchrun
 from maintain.processes import eventually
 from support.checkpoint_runs import (
-    ROOT, SCRIPT, STEPS, TOPOLOGIES, checkpoint, flags_of, newest, write_corpus, write_model,
+    EXACT, SCRIPT, STEPS, TOPOLOGIES, checkpoint, flags_of, newest, write_corpus, write_model,
 )
 
 with modules_of(9):
@@ -21,7 +21,6 @@ with modules_of(9):
 
 TOLERANCE = 1e-9
 TWO = {1: ["--num_microbatches", "2"], 2: ["--num_microbatches", "1,1"]}  # ranks -> two micro-batches a step
-EXACT = ROOT / "tests" / "support" / "checkpoint_runs.py"  # as a script: norms in float64, too
 KILLS = int(os.environ.get("KILLS", 5))
 
 

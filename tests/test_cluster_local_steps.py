@@ -7,9 +7,8 @@ import re
 import pytest
 import torch
 from lab.huggingface import their_name
-from lab.launch import fork, metrics, modules_of, start_fork
-from safetensors.torch import load_file
-from support.checkpoint_runs import SCRIPT, flags_of, newest, write_corpus, write_model
+from lab.launch import fork, metrics, modules_of
+from support.checkpoint_runs import SCRIPT, flags_of, newest, tensors_of, write_corpus, write_model
 from test_cluster_replan import MADE_UP
 
 with modules_of(9):
@@ -38,12 +37,15 @@ def folder(tmp_path_factory):
     return folder
 
 
-def start(folder, name: str, topology: str, *more, rounds: int = ROUNDS, check: bool = True, out=None):
-    """With `out` each rank also leaves its parameters there."""
+def words(folder, name: str, rounds: int = ROUNDS, **changes) -> list:
+    return [*flags_of(folder, name, folder / "model", max_steps=rounds * STEPS, save_every=2 * STEPS, lr_decay="none",
+                      learning_rate=RATE, warmup_steps=WARMUP * STEPS, local_steps=STEPS, **changes), *OUTER]
+
+
+def train(folder, name: str, topology: str, *more, rounds: int = ROUNDS) -> str:
+    """What it prints."""
     ranks, flags, _ = TOPOLOGIES[topology]
-    words = flags_of(folder, name, folder / "model", max_steps=rounds * STEPS, save_every=2 * STEPS, lr_decay="none",
-                     learning_rate=RATE, warmup_steps=WARMUP * STEPS, local_steps=STEPS)
-    return start_fork(9, ranks, *words, *flags, *OUTER, *more, script=SCRIPT, check=check)
+    return fork(9, ranks, *words(folder, name, rounds), *flags, *more, script=SCRIPT).stdout
 
 
 class Replica:
@@ -65,7 +67,13 @@ class Replica:
         return loss.item()
 
 
-def written_out(folder, sizes: list[int], *steps: list[int], lost: dict[int, int] = {}) -> tuple[dict[str, torch.Tensor], list[float]]:
+def check(folder, name: str, weights: dict[str, torch.Tensor], losses: list[float]) -> None:
+    assert [row["loss"] for row in metrics(folder / "runs", name)] == pytest.approx(losses, abs=1e-11)
+    found = tensors_of(newest(folder, name))
+    assert max((found[each] - weights[each]).abs().max() for each in weights) <= 1e-11
+
+
+def written_out(folder, sizes: list[int], *steps: list[int], lost: dict[int, int] = {}) -> tuple[dict, list[float]]:
     """The agreed weights after the last round, and the loss of each. Every second round is saved, so AdamW's averages
     become their means, and its count of steps the largest. `steps`: the local steps of each replica, round by round.
     `lost`: by round, the replica of which nothing counts."""
@@ -107,24 +115,16 @@ def written_out(folder, sizes: list[int], *steps: list[int], lost: dict[int, int
     return {their_name(name): mean for name, mean in zip(names, agreed)}, losses
 
 
-def saved_weights(path) -> dict[str, torch.Tensor]:
-    return {name: value for file in path.glob("model-*.safetensors") for name, value in load_file(file).items()}
-
-
 @pytest.mark.parametrize("name", ["machines", "pipelines", "tensor-parallel"])
 def test_the_paper_written_out(world_of_one, folder, name):
-    start(folder, name, name).result()
-    weights, losses = written_out(folder, TOPOLOGIES[name][2])
-    assert [row["loss"] for row in metrics(folder / "runs", name)] == pytest.approx(losses, abs=1e-11)
-    found = saved_weights(newest(folder, name))
-    assert max((found[each] - weights[each]).abs().max() for each in found) <= 1e-11
+    train(folder, name, name)
+    check(folder, name, *written_out(folder, TOPOLOGIES[name][2]))
 
 
 def test_a_run_that_goes_on_over_other_machines(world_of_one, folder):
     """Two pipelines, then two tensor-parallel pairs from the third round on; the replicas take what they took."""
-    start(folder, "moved", "pipelines", rounds=2).result()
-    said = start(folder, "moved", "tensor-parallel", "--resume", "auto").result().stdout
-    assert "going on after step 2" in said
+    train(folder, "moved", "pipelines", rounds=2)
+    assert "going on after step 2" in train(folder, "moved", "tensor-parallel", "--resume", "auto")
     _, losses = written_out(folder, TOPOLOGIES["pipelines"][2])
     assert [row["loss"] for row in metrics(folder / "runs", "moved")] == pytest.approx(losses, abs=1e-11)
 
@@ -140,8 +140,8 @@ def step(self, closure=None):
 torch.optim.AdamW.step = step
 """
     for name, more in ("synchronous", []), ("averaged", ["--local_steps", 1]):
-        words = flags_of(folder, name, folder / "model", max_steps=6, warmup_steps=0, max_grad_norm=0, save_every=None)
-        run_code("cluster", 3, plain, *words, "--num_microbatches", "3,1,2", *more, then=SCRIPT.name)
+        flags = flags_of(folder, name, folder / "model", max_steps=6, warmup_steps=0, max_grad_norm=0, save_every=None)
+        run_code("cluster", 3, plain, *flags, "--num_microbatches", "3,1,2", *more, then=SCRIPT.name)
     ours, theirs = ([row["loss"] for row in metrics(folder / "runs", name)] for name in ("averaged", "synchronous"))
     assert ours == pytest.approx(theirs, abs=1e-11) and ours[0] - ours[-1] > 1e-3
 
@@ -165,15 +165,10 @@ def test_rounds_by_speed_with_everything_around_them(folder):
 def test_local_steps_move_to_faster_machines(world_of_one, folder, run_code):
     """They are dealt for machines of which the second is slow; then all are equally fast."""
     measured = "\nfrom run import speeds\nspeeds.MEASURED.append([1.0, 3.0, 1.5][int(os.environ['RANK'])])"
-    words = flags_of(folder, "moved steps", folder / "model", max_steps=6 * STEPS, save_every=2 * STEPS, lr_decay="none",
-                     learning_rate=RATE, warmup_steps=WARMUP * STEPS, local_steps=STEPS, gradient_accumulation=1)
-    printed = run_code("cluster", 3, MADE_UP + measured, *words[1:], *OUTER, then=SCRIPT.name,
-                       env={"SPEEDS": "[[0, [1, 1, 1]]]"}).stdout
+    printed = run_code("cluster", 3, MADE_UP + measured, *words(folder, "moved steps", 6, gradient_accumulation=1)[1:],
+                       then=SCRIPT.name, env={"SPEEDS": "[[0, [1, 1, 1]]]"}).stdout
     assert "local steps of a round: 3, 1, 2\n" in printed and "after step 4 work moves to faster machines" in printed
-    weights, losses = written_out(folder, [1, 1, 1], *[[3, 1, 2]] * 4, *[[2, 2, 2]] * 2)
-    assert [row["loss"] for row in metrics(folder / "runs", "moved steps")] == pytest.approx(losses, abs=1e-11)
-    found = saved_weights(newest(folder, "moved steps"))
-    assert max((found[each] - weights[each]).abs().max() for each in found) <= 1e-11
+    check(folder, "moved steps", *written_out(folder, [1, 1, 1], *[[3, 1, 2]] * 4, *[[2, 2, 2]] * 2))
 
 
 LOSE_A_REPLICA = """
@@ -207,14 +202,10 @@ local_steps.LocalPlugin.execute_pipeline = with_a_loss
 
 def test_a_lost_replica_costs_its_part_of_a_round(world_of_one, folder, run_code):
     """The exchange of the third round fails; then the first two ranks have what they made of it, and the third not."""
-    words = flags_of(folder, "lost", folder / "model", max_steps=4 * STEPS, save_every=2 * STEPS, lr_decay="none",
-                     learning_rate=RATE, warmup_steps=WARMUP * STEPS, local_steps=STEPS, gradient_accumulation=1)
-    printed = run_code("cluster", 3, LOSE_A_REPLICA, *words[1:], "--replan", "off", *OUTER, then=SCRIPT.name).stdout
+    printed = run_code("cluster", 3, LOSE_A_REPLICA, *words(folder, "lost", gradient_accumulation=1)[1:], "--replan",
+                       "off", then=SCRIPT.name).stdout
     assert "local steps of a round: 3, 1, 2\n" in printed
-    weights, losses = written_out(folder, [1, 1, 1], *[[3, 1, 2]] * 4, lost={2: 2})
-    assert [row["loss"] for row in metrics(folder / "runs", "lost")] == pytest.approx(losses, abs=1e-11)
-    found = saved_weights(newest(folder, "lost"))
-    assert max((found[each] - weights[each]).abs().max() for each in found) <= 1e-11
+    check(folder, "lost", *written_out(folder, [1, 1, 1], *[[3, 1, 2]] * 4, lost={2: 2}))
 
 
 def test_flags_that_do_not_go_together(monkeypatch):

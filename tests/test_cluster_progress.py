@@ -6,7 +6,6 @@ import io
 import json
 import math
 import os
-import pathlib
 import re
 import subprocess
 import sys

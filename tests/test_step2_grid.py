@@ -82,8 +82,9 @@ import process_group_manager as pgm
 import torch
 from torch import distributed as dist
 pgm.init_process_group("gloo", 20)
+sizes = json.loads(sys.argv.pop(1))
 for _ in range(2):
-    pgm.setup_process_group_manager(**json.loads(sys.argv[1]))
+    pgm.setup_process_group_manager(**sizes)
     {more}
     for value in vars(pgm.process_group_manager).values():
         for group in value if isinstance(value, tuple) else [value]:

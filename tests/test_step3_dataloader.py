@@ -29,8 +29,7 @@ def loader(monkeypatch, tmp_path):
 
     def loader(corpus, seq_len=8, micro_batch_size=2, accumulation=3, num_samples=60, dp_rank=0, dp_size=1,
                device="cpu"):
-        pgm.setup_process_group_manager(1, 1, 1)
-        grid = pgm.process_group_manager
+        monkeypatch.setattr(pgm, "process_group_manager", grid := pgm.ProcessGroupManager(1, 1, 1))
         grid.dp_rank, grid.dp_world_size = dp_rank, dp_size
         [samples] = dataloader.load_samples(str(corpus), str(TINY), seq_len, 1024, num_samples, str(tmp_path / "cache"))
         return dataloader.MicroBatchDataLoader(samples, micro_batch_size, accumulation, torch.device(device))

@@ -15,6 +15,7 @@ from lab.ranks import processes, run, threads
 from lab.watch.held import Memory
 from lab.watch.kept import Allocated
 from lab.watch.messages import LOGGED, Messages
+from test_tool_choose import flags_of
 
 with modules_of(9):
     import dry_run
@@ -323,26 +324,14 @@ def draw(seed: int) -> tuple:
             return job, split, m, rng.randrange(pp)
 
 
-def flags_of(job, split, m: int) -> list:
-    flags = ["--model_name", "drawn", "--seq_len", job.seq_len, "--micro_batch_size", 1, "--gradient_accumulation_steps",
-             m, "--dtype", job.dtype, "--device", "cuda" if job.is_gpu else "cpu", "--zero", split.zero]
-    for axis in splits.AXES:
-        flags += [f"--{axis}_size", getattr(split, axis)]
-    flags += ["--num_experts", job.experts, *["--sequence_parallel"] * split.sp, *["--recompute"] * job.recompute]
-    flags += ["--gather_once"] * job.gather_once
-    if split.pp > 1:
-        chunks = ["--virtual_stages", job.virtual_stages] * split.engine.startswith("interleaved")
-        flags += ["--pp_engine", split.engine, *chunks]
-    return flags
-
-
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 12))])
 def test_formulas_of_random_splits(seed):
     """Weights, averages and what is sent are equal, but that an uneven shard differs by a number; gradients, too, where
     they are not divided. What a rank holds when it holds most is nearly so."""
     job, split, m, stage = draw(seed)
-    found = run_rank(STEPS["16"] / "train.py", [*map(str, flags_of(job, split, m))], job.ranks,
-                     stage * split.cp * split.tp, 8, lambda *_: 0.0, job.is_gpu, {"drawn": job.shape})
+    flags = ["--model_name", "drawn", "--device", "cuda" if job.is_gpu else "cpu", *flags_of(job, split, m)]
+    found = run_rank(STEPS["16"] / "train.py", [*map(str, flags)], job.ranks, stage * split.cp * split.tp, 8,
+                     lambda *_: 0.0, job.is_gpu, {"drawn": job.shape})
     held, sent = split_memory.held(job, split, stage, m), dict.fromkeys(splits.AXES, 0)
     for event in found.count.log:
         if isinstance(event, Event) and event.kind != "receive" and event.axis in sent and event.num_bytes > LOGGED:

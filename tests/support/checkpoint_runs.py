@@ -21,7 +21,7 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-SCRIPT = ROOT / "cluster" / "train_distributed.py"
+SCRIPT, EXACT = ROOT / "cluster" / "train_distributed.py", pathlib.Path(__file__)
 STEPS, SAVED = 12, 6
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
              head_dim=8)
@@ -64,6 +64,12 @@ def write_corpus(folder: pathlib.Path) -> pathlib.Path:
     return folder / "corpus"
 
 
+def write_answers(folder: pathlib.Path, count: int) -> None:
+    """answers.jsonl: answers of 1 to 16 words after questions of 1 to 3."""
+    rows = [{"prompt": "So? " * (1 + i % 3), "completion": "word " * (1 + i * i % 16) + "."} for i in range(count)]
+    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def flags_of(folder: pathlib.Path, name: str, model: pathlib.Path, **changes) -> list[str]:
     """Those of a run in `folder`/runs and `folder`/checkpoints, without its topology."""
     flags = {"model_name": model, "dataset_name": folder / "corpus", "seq_len": 16, "dtype": "float64", "device": "cpu",
@@ -82,6 +88,16 @@ def newest(folder: pathlib.Path, name: str) -> pathlib.Path:
     """What `latest` of a run points to."""
     run = folder / "checkpoints" / name
     return run / (run / "latest").read_text().strip()
+
+
+def tensors_of(path: pathlib.Path, kind: str = "model") -> dict:
+    """The weights of a checkpoint; with the kind "optimizer" AdamW's averages, with "" all. Each is in one file."""
+    from safetensors.torch import load_file
+
+    parts = [load_file(file) for file in path.glob(f"{kind}*.safetensors")]
+    found = {name: tensor for part in parts for name, tensor in part.items()}
+    assert len(found) == sum(map(len, parts)), "a tensor is in two files"
+    return found
 
 
 def record(folder: pathlib.Path) -> None:
