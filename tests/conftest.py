@@ -6,11 +6,13 @@
     pytest --all-cases                      all cases of the tables of which a run draws some; DRAW=17 repeats a draw
 """
 
+import fcntl
 import gc
 import os
 import pathlib
 import random
 import re
+import shutil
 import sys
 import tempfile
 from collections import Counter, defaultdict
@@ -120,7 +122,9 @@ def not_drawn(items: list[pytest.Item]) -> set[pytest.Item]:
     for (_, count), cases in tables.items():
         shares = -(-len(cases) // count)
         dealt = random.Random(0).sample(cases, len(cases))
-        left_out.update(set(cases).difference(dealt[int(os.environ["DRAW"]) % shares::shares]))
+        drawn = dealt[int(os.environ["DRAW"]) % shares :: shares]
+        assert 0 < len(drawn) <= count, "a share of a table"
+        left_out.update(set(cases).difference(drawn))
     return left_out
 
 
@@ -173,11 +177,36 @@ def models(tmp_path_factory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
+def recorded() -> pathlib.Path:
+    """The folder of record() in checkpoint_runs.py, made once for all processes of these tests, which only read it."""
+    from support import checkpoint_runs
+
+    folder = pathlib.Path(os.environ["XDG_CACHE_HOME"], "recorded")
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "whole").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # what an error has left
+            checkpoint_runs.record(folder)
+            (folder / "whole").touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tools(tmp_path_factory) -> pathlib.Path:
     """The folder of make_tools() in tools/maintain/launcher.py."""
     from maintain.launcher import make_tools
 
     return make_tools(tmp_path_factory.mktemp("tools"))
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """parsed(module, words): what parse_args() of a script makes of these words."""
+    def parsed(module, words: str = ""):
+        monkeypatch.setattr(sys, "argv", ["script.py", *words.split()])
+        return module.parse_args()
+
+    return parsed
 
 
 @pytest.fixture

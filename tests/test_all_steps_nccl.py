@@ -6,16 +6,18 @@ is replayed in the model of NCCL's streams in support/nccl_replay.py.
 
 import contextlib
 import functools
-import types
 from unittest import mock
 
 import pytest
 import torch
 from lab.program import Program
+from lab.ranks import RandomSamples
 from support.nccl_replay import Deadlock, Group, Recorder, replay
 
 SHAPE, CPU = (1, 1, 1), torch.device("cpu")
 SAMPLED = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 8)]
+UTILS = Program(7).load().utils
+CONFIG = UTILS.load_config(UTILS.TINY_LLAMA, num_attention_heads=None, tie_word_embeddings=True)
 EXECUTORS, CHUNKED = {}, (*range(11, 17), 18)  # step -> its modules by their names; steps with virtual stages
 for step in range(7, 19):
     names = ["pipeline_parallel", "data_parallel", "process_group_manager", "timeline"]
@@ -40,21 +42,20 @@ class Work(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         ctx.recorder.issue("backward")
-        return None, grad if ctx.needs_input_grad[1] else None, grad
+        return None, grad if ctx.needs_input_grad[1] else None, grad[0]
 
 
 class Stage(torch.nn.Module):
     """What run_schedule and DataParallelBucket look at of a stage. Its first weight is also the tied embedding."""
 
-    dtype, tied = torch.float32, None
-    config = types.SimpleNamespace(vocab_size=1, tie_word_embeddings=True)
+    dtype, tied, config = torch.float32, None, CONFIG
 
-    def __init__(self, recorder: Recorder, num_chunks: int):
+    def __init__(self, recorder: Recorder, num_chunks: int, number: int):
         super().__init__()
         self.recorder, self.chunks = recorder, num_chunks * [None]
-        self.weights = torch.nn.ParameterList(torch.zeros(SHAPE) for _ in self.chunks)
-        self.embedding = types.SimpleNamespace(weight=self.weights[0])
-        self.model = types.SimpleNamespace(named_parameters=lambda: [("stage.weight", self.weights[0])])
+        self.embedding, *others = (torch.nn.Embedding(*SHAPE[1:]) for _ in self.chunks)
+        self.model = torch.nn.ModuleDict({f"stage{number}": self.embedding})
+        self.weights = torch.nn.ParameterList(each.weight for each in (self.embedding, *others))
 
     def forward(self, x=None, chunk=0, positions=None, **batch):
         return Work.apply(self.recorder, x, self.weights[chunk])
@@ -64,28 +65,13 @@ class Stage(torch.nn.Module):
 
 
 class Batches:
-    position_ids, dataset = None, types.SimpleNamespace(seq_len=1)
+    position_ids, dataset = None, RandomSamples(1, 1, 1)
 
     def __init__(self, num_microbatches: int):
         self.gradient_accumulation_steps = num_microbatches
 
     def __next__(self) -> dict:
         return {"input_ids": torch.zeros(SHAPE), "target_ids": None}
-
-
-def make_grid(rank: int, dp: int, p: int, one_group: bool, one_wrap: bool) -> types.SimpleNamespace:
-    dp_rank, stage = divmod(rank, p)
-    columns, replicas = tuple(range(dp_rank * p, dp_rank * p + p)), Group("dp", tuple(range(stage, dp * p, p)))
-    first, last, forward = stage == 0, stage == p - 1, Group("pp", columns)
-    groups = {"pp_group": forward, "pp_backward_group": forward if one_group else Group("pp backward", columns),
-              "pp_wrap_group": forward if one_wrap else Group("wrap", columns),
-              "pp_wrap_backward_group": Group("wrap backward", columns), "dp_group": replicas, "cp_dp_group": replicas,
-              "replicas": [replicas], "experts": [replicas], "cp_group": Group("cp", (rank,)), "ep_group": replicas}
-    return types.SimpleNamespace(
-        **groups, global_rank=rank, pp_ranks=columns, pp_rank=stage, pp_world_size=p, dp_rank=dp_rank,
-        dp_world_size=dp, cp_dp_world_size=dp, pp_is_first_stage=first, pp_is_last_stage=last,
-        pp_prev_rank=None if first else rank - 1, pp_next_rank=None if last else rank + 1,
-        pp_ends_group=Group("ends", tuple(dict.fromkeys((columns[0], columns[-1])))))
 
 
 def mean_loss(out: torch.Tensor, *_) -> torch.Tensor:
@@ -98,11 +84,12 @@ def find_schedule(step: int, engine: str, num_chunks: int):
     return getattr(EXECUTORS[step]["pipeline_parallel"], engine)
 
 
-def run_rank(step: int, engine: str, m: int, recorder: Recorder, grid: types.SimpleNamespace) -> None:
+def run_rank(step: int, engine: str, m: int, recorder: Recorder, grid) -> None:
     """One optimizer step of one rank, from the connections on."""
     pipeline_parallel, wrap = EXECUTORS[step]["pipeline_parallel"], EXECUTORS[step]["data_parallel"].DataParallelBucket
     num_chunks = 2 if step in CHUNKED and grid.pp_world_size > 1 else 1
-    schedule, stage, batches = find_schedule(step, engine, num_chunks), Stage(recorder, num_chunks), Batches(m)
+    schedule, batches = find_schedule(step, engine, num_chunks), Batches(m)
+    stage = Stage(recorder, num_chunks, grid.pp_rank)
     if not (grid.pp_is_first_stage or grid.pp_is_last_stage):
         stage.embedding = None
     pipeline_parallel.connect_neighbours(*[num_chunks] * (step in CHUNKED))
@@ -110,8 +97,9 @@ def run_rank(step: int, engine: str, m: int, recorder: Recorder, grid: types.Sim
         for name in ("is_first", "is_last"):
             setattr(stage, name, functools.partial(getattr(pipeline_parallel.PipelineParallel, name), stage))
     if step == 9:
-        grid.group_of = lambda places: grid.dp_group if grid.dp_world_size > 1 else None
-        model = wrap(stage, [types.SimpleNamespace(modules_per_stage=[["stage"]])], bucket_cap_mb=1)
+        stages = [[f"stage{i}"] for i in range(grid.pp_world_size)]
+        template = EXECUTORS[9]["data_parallel"].PipelineTemplate("stages", stages)
+        model = wrap(stage, [template] * grid.dp_world_size, bucket_cap_mb=1)
         communication = pipeline_parallel.StageCommunication(torch.float32, CPU)
         pipeline_parallel.run_schedule(schedule, model, batches, mean_loss, [m] * grid.dp_world_size, communication)
     else:
@@ -121,16 +109,20 @@ def run_rank(step: int, engine: str, m: int, recorder: Recorder, grid: types.Sim
 def record(step: int, engine: str, p: int, m: int, profiled: bool = False, dp: int = 1, one_group: bool = False,
            one_stream: bool = False, one_wrap: bool = False) -> list[list]:
     """What each rank issues. `one_group`: forward and backward in one; `one_stream`: see Recorder. `one_wrap`: forward
-    in one, also from the last rank to the first.
+    in one, also from the last rank to the first. The second group that a rank makes is pp_group, the third
+    pp_backward_group, the fourth pp_wrap_group.
     """
     programs, modules, world = [], EXECUTORS[step], Group("world", tuple(range(dp * p)))
     pipeline_parallel, grids = modules["pipeline_parallel"], modules["process_group_manager"]
     for rank in world.ranks:
-        recorder, grid = Recorder(rank, world, one_stream), make_grid(rank, dp, p, one_group, one_wrap)
+        recorder = Recorder(rank, world, one_stream)
         with contextlib.ExitStack() as stack:
             stack.enter_context(recorder.as_cuda())
             for module in modules.values():
                 stack.enter_context(mock.patch.object(module, "dist", recorder, create=True))
+            grid = grids.ProcessGroupManager(*([[p] * dp, 1] if step == 9 else [dp, p, 1]))
+            grid.pp_backward_group = grid.pp_group if one_group else grid.pp_backward_group
+            grid.pp_wrap_group = grid.pp_group if one_wrap else getattr(grid, "pp_wrap_group", None)
             stack.enter_context(mock.patch.object(grids, "process_group_manager", grid))
             stack.enter_context(mock.patch.object(pipeline_parallel, "cross_entropy", mean_loss, create=True))
             if profiled:
@@ -160,7 +152,8 @@ def test_no_deadlock(step, engine, how):
 def test_timeline_notes_a_transfers_end_behind_it_and_not_on_the_gpus_own_stream(step, engine):
     """There it would come after all that is computed meanwhile, and nothing would seem to overlap."""
     for operations in record(step, engine, 2, 4, profiled=True, dp=2):
-        transfers = {i for i, each in enumerate(operations) if each.label.startswith(("receive", "all-reduce in dp"))}
+        labels = ("receive", "all-reduce in group")
+        transfers = {i for i, each in enumerate(operations) if each.label.startswith(labels)}
         behind = [each.stream[1] for each in operations if each.label == "event" and each.stream != "compute"]
         assert len(behind) >= 4 and transfers.issuperset(behind)  # of four micro-batches
 
@@ -178,14 +171,14 @@ def test_without_what_prevents_it_there_is_a_deadlock(step, engine):
     early; so do, with two ranks, messages that wrap around. A timeline that synchronises waits for these receives.
     """
     modules = EXECUTORS[step]
-    with pytest.raises(Deadlock, match="receive from 1 in pp;(.|\n)*receive from 0 in pp;"):
+    with pytest.raises(Deadlock, match="receive from 1 in group 2;(.|\n)*receive from 0 in group 2;"):
         replay(record(step, engine, 2, 2, one_group=True))
     if step in CHUNKED:
-        with pytest.raises(Deadlock, match="in pp;"):
+        with pytest.raises(Deadlock, match="in group 2;"):
             replay(record(step, engine, 2, 4, one_wrap=True))
     with (mock.patch.object(modules["pipeline_parallel"], "connect_neighbours"),
           pytest.raises(Deadlock, match="host at connect before")):
         replay(record(step, engine, 2, 2))
     with (mock.patch.object(modules["timeline"].Timeline, "span", synchronised_span),
-          pytest.raises(Deadlock, match="rank 0: host at synchronize the device; receive from 1 in (wrap|pp b)")):
+          pytest.raises(Deadlock, match="rank 0: host at synchronize the device; receive from 1 in group (3|4)")):
         replay(record(step, engine, 2, 2, profiled=True))

@@ -3,8 +3,6 @@
 Their gradients: test_all_steps_same_math.py. Over NCCL: test_all_steps_nccl.py.
 """
 
-import types
-
 import pytest
 import torch
 from lab.program import Program
@@ -73,7 +71,7 @@ def test_the_ideal_bubble_that_is_printed_is_that_of_the_schedule(schedule, v, u
         assert f"bubble: {ideal:.1%} measured" not in said
 
 
-def test_what_w_has_used_is_given_up():
+def test_what_w_has_used_is_given_up(world_of_one):
     """Neither it nor the graph that made it, in which the hidden states that a stage has received are a leaf."""
     weight, x = torch.nn.Parameter(torch.ones(2, 3)), torch.ones(4, 3, requires_grad=True)
     weight_gradients.postpone(True)
@@ -81,5 +79,7 @@ def test_what_w_has_used_is_given_up():
     entries = weight_gradients.take()
     weight_gradients.postpone(False)
     assert len(entries) == 1 and weight.grad is None and entries[0][2].grad_fn is None
-    weight_gradients.add_weight_gradients(entries, types.SimpleNamespace(bucket_of={}))
+    TEN.process_group_manager.setup_process_group_manager(1, 1, 1)
+    wrapper = TEN.data_parallel.DataParallelBucket(torch.nn.ParameterList([weight]))
+    weight_gradients.add_weight_gradients(entries, wrapper)
     assert not entries and torch.equal(weight.grad, torch.full((2, 3), 8.0))

@@ -224,32 +224,32 @@ def title_of(pid: int) -> bytes:
         return b""
 
 
-def test_raspberry_pi_steps_or_an_epoch(monkeypatch):
-    assert parsed(monkeypatch, three_stages, "--train_steps 5").train_steps == 5
-    assert parsed(monkeypatch, three_stages, "").train_steps is None
+def test_raspberry_pi_steps_or_an_epoch(parsed):
+    assert parsed(three_stages, "--train_steps 5").train_steps == 5
+    assert parsed(three_stages).train_steps is None
 
 
 @pytest.mark.parametrize("variable, flag, default", [("BATCH_SIZE", "batch_size", 16),
                                                      ("MICROBATCH_NUM", "microbatch_num", 4)])
-def test_raspberry_pi_variables(monkeypatch, variable, flag, default):
+def test_raspberry_pi_variables(parsed, monkeypatch, variable, flag, default):
     """The flag, else the variable, else a default."""
     monkeypatch.delenv(variable, raising=False)
-    assert getattr(parsed(monkeypatch, three_stages, ""), flag) == default
+    assert getattr(parsed(three_stages), flag) == default
     monkeypatch.setenv(variable, str(2 * default))
-    assert getattr(parsed(monkeypatch, three_stages, "--microbatch_num 4" if flag == "batch_size" else ""), flag) == (
+    assert getattr(parsed(three_stages, "--microbatch_num 4" if flag == "batch_size" else ""), flag) == (
         2 * default if flag == "batch_size" else 8)
-    assert getattr(parsed(monkeypatch, three_stages, "--batch_size 64 --microbatch_num 2"), flag) in (64, 2)
+    assert getattr(parsed(three_stages, "--batch_size 64 --microbatch_num 2"), flag) in (64, 2)
 
 
-def test_raspberry_pi_micro_batches_divide(monkeypatch):
+def test_raspberry_pi_micro_batches_divide(parsed):
     with pytest.raises(ValueError, match="--batch_size 10 is not a multiple of --microbatch_num 4"):
-        parsed(monkeypatch, three_stages, "--batch_size 10 --microbatch_num 4")
+        parsed(three_stages, "--batch_size 10 --microbatch_num 4")
 
 
 @pytest.mark.parametrize("words", [f"--sudo_pas {SECRET}", f"--sudo-pass {SECRET} --batch_size 10", SECRET])
-def test_raspberry_pi_errors_do_not_show_a_mistyped_password(monkeypatch, words):
+def test_raspberry_pi_errors_do_not_show_a_mistyped_password(parsed, words):
     with pytest.raises(ValueError) as error:
-        parsed(monkeypatch, three_stages, words)
+        parsed(three_stages, words)
     assert str(error.value) and SECRET not in str(error.value)
 
 
@@ -331,13 +331,13 @@ def test_home_checkpoint_an_epoch(home):
     ("--learning_rate 2e-4", "learning_rate", 2e-4), ("--batch_size 2", "batch_size", 2),
     ("--num_microbatches 8", "num_microbatches", [[8]]), ("--recompute", "recompute", True),
     ("--lora_rank 16", "lora_rank", 16), ("--lora_rank 16 --base_bits 4", "base_bits", 4)])
-def test_home_what_can_be_set(monkeypatch, words, name, value):
-    found = getattr(parsed(monkeypatch, train_distributed, words), name)
+def test_home_what_can_be_set(parsed, words, name, value):
+    found = getattr(parsed(train_distributed, words), name)
     assert found == value or [found] == value
 
 
-def test_home_default_folders(monkeypatch):
-    args = parsed(monkeypatch, train_distributed, "")
+def test_home_default_folders(parsed):
+    args = parsed(train_distributed)
     assert (args.log_dir, args.checkpoint_dir) == (str(ROOT / "logs" / "runs"), str(ROOT / "checkpoints"))
 
 
@@ -369,8 +369,3 @@ def test_home_when_it_hangs(words):
     """A page says what to look at."""
     pages = [ROOT / "README.md", ROOT / "docs" / "DEBUGGING.md", CLUSTER / "LAUNCH.md"]
     assert any(words in page.read_text() for page in pages)
-
-
-def parsed(monkeypatch, script, words: str):
-    monkeypatch.setattr(sys, "argv", ["script.py", *words.split()])
-    return script.parse_args()

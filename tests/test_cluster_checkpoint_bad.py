@@ -6,13 +6,12 @@ import os
 import pickle
 import shutil
 import subprocess
-import types
 
 import pytest
 import torch
 from lab.launch import losses, modules_of, start_fork
-from safetensors.torch import load_file
-from support.checkpoint_runs import SCRIPT, flags_of, newest, write_corpus, write_model
+from support.checkpoint_runs import SCRIPT, STEPS, checkpoint, flags_of, newest, tensors_of, write_model
+from support.recordings import LLAMA3
 
 with modules_of(9):
     from checkpoints import files as checkpoint_files
@@ -23,17 +22,13 @@ with modules_of(9):
     from stage_weights import open_directory
     from utils import UserError
 
-OLDER, NEWER, LAST = 2, 4, 6
+OLDER, NEWER = 2, 4
 WEIGHTS = "model-00001-of-00001.safetensors"
 
 
-def weights(path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in path.glob("model-*.safetensors") for name, tensor in load_file(file).items()}
-
-
 def words(folder, name, *more, model="model", **changes) -> list:
-    flags = flags_of(folder, name, folder / model, save_every=2, max_steps=LAST, **changes)
-    return [*flags, "--num_microbatches", 2, *more]
+    flags = flags_of(folder, name, folder / model, **{"save_every": 2, "keep": STEPS, **changes})
+    return [*flags, "--num_microbatches", 8, *more]
 
 
 def start(folder, name, *more, ranks=1, **changes):
@@ -41,28 +36,25 @@ def start(folder, name, *more, ranks=1, **changes):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A folder with a run "whole" that has checkpoints of steps 2 and 4, which tests copy, and its uninterrupted twin.
-    """
+def saved(recorded, tmp_path_factory):
+    """A folder with the recorded run's model and corpus, models that are none of its, and in `copy` its checkpoints of
+    steps 2 and 4."""
     folder = tmp_path_factory.mktemp("bad")
-    write_model(folder / "model")
-    write_model(folder / "wider", hidden_size=64)
-    write_model(folder / "deeper", num_hidden_layers=5)
-    write_model(folder / "heads", num_attention_heads=2, num_key_value_heads=2, head_dim=16)
-    write_model(folder / "rotary", rope_parameters={"rope_type": "default", "rope_theta": 1.0})
-    write_corpus(folder)
-    job = start(folder, "whole")
-    assert job.result().returncode == 0, job.result().stderr
-    shutil.rmtree(newest(folder, "whole"))
-    shutil.copytree(folder / "checkpoints" / "whole", folder / "copy")
+    for name in "model", "corpus":
+        shutil.copytree(recorded / name, folder / name)
+    write_model(folder / "wider", hidden_size=64, rope_parameters=LLAMA3)
+    write_model(folder / "deeper", num_hidden_layers=5, rope_parameters=LLAMA3)
+    write_model(folder / "heads", num_attention_heads=2, num_key_value_heads=2, head_dim=16, rope_parameters=LLAMA3)
+    write_model(folder / "rotary")
+    for step in OLDER, NEWER:
+        shutil.copytree(path := checkpoint(recorded, "one", step), folder / "copy" / path.name)
+    (folder / "copy" / "latest").write_text(f"{path.name}\n")
     return folder
 
 
 @pytest.fixture
 def copied(saved, tmp_path):
-    """A copy of the run's checkpoints."""
-    shutil.copytree(saved / "checkpoints" / "whole", tmp_path / "run")
-    return tmp_path / "run"
+    return shutil.copytree(saved / "copy", tmp_path / "run")
 
 
 @pytest.fixture
@@ -163,7 +155,7 @@ ERRORS = {  # name -> flags, what the message has
     "deeper": (dict(model="deeper"), "is of another model"),
     "heads": (dict(model="heads"), "head_dim 8, now 16; num_attention_heads 4, now 2; num_key_value_heads 4, now 2: give"),
     "rotary": (dict(model="rotary"), "computes something else: rope_parameters {"),
-    "batch": (dict(batch_size=3), "was saved with global_batch=2, but this run has 6"),
+    "batch": (dict(batch_size=3), "was saved with global_batch=8, but this run has 24"),
     "length": (dict(seq_len=9), "was saved with seq_len=16, but this run has 9"),
     "epochs": (dict(max_steps_per_epoch=3), "was saved with --max_steps_per_epoch None, but this run has 3"),
     "seed": (dict(seed=7), "seed=42, but this run has 7"),
@@ -205,9 +197,9 @@ from checkpoints import save as checkpoint
 if os.environ["RANK"] == "1":
     checkpoint.free_memory = lambda device: 1000
     checkpoint.Checkpointer.copy_to_host = lambda *_: sys.exit("a copy is made")
-""", *words(saved, "short", "--pipelines", "2,2"), then=SCRIPT.name)
+""", *words(saved, "short", "--pipelines", "2,2", max_steps=OLDER, save_every=1), then=SCRIPT.name)
     assert done.stdout.count("rank 1: a copy of its part of a checkpoint takes 1 MB") == 1, done.stdout
-    ours, theirs = (weights(path / f"step_{NEWER:08d}") for path in (newest(saved, "short").parent, saved / "copy"))
+    ours, theirs = (tensors_of(path / f"step_{OLDER:08d}") for path in (newest(saved, "short").parent, saved / "copy"))
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-10) for name in ours)
 
@@ -215,7 +207,7 @@ if os.environ["RANK"] == "1":
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, as root")
 @pytest.mark.parametrize("room", [1.5, 2.1])
-def test_a_full_disk(saved, tmp_path, room):
+def test_a_full_disk(recorded, saved, tmp_path, room):
     """Room for so many checkpoints: the training goes on, loses no older one, and its end is an error with a remedy."""
     keep, one = int(room), sum(path.stat().st_size for path in (saved / "copy" / f"step_{NEWER:08d}").iterdir())
     disk = tmp_path / "disk"
@@ -225,7 +217,7 @@ def test_a_full_disk(saved, tmp_path, room):
         name = f"full{room}"
         done = start(saved, name, "--pipelines", "2,2", ranks=2, checkpoint_dir=disk, keep=keep).result()
         assert done.returncode == 2 and "make room there" in done.stderr.splitlines()[-1], done.stderr
-        assert losses(saved / "runs", name) == pytest.approx(losses(saved / "runs", "whole"), abs=1e-9)
+        assert losses(saved / "runs", name) == pytest.approx(losses(recorded / "runs", "one"), abs=1e-9)
         assert "could not be written" in done.stdout and "No space left on device" in done.stdout
         kept = sorted(path.name for path in (disk / name).iterdir())
         whole = [f"step_{step:08d}" for step in (OLDER, NEWER)[:keep]]
@@ -235,15 +227,16 @@ def test_a_full_disk(saved, tmp_path, room):
         subprocess.run(["umount", disk], check=True)
 
 
-def test_unlike_files_on_two_disks(copied, world_of_one):
+def test_unlike_files_on_two_disks(copied, disks):
     """What one disk has of that name is damaged, what the other one has is whole: it counts, whichever comes first."""
     path = copied / f"step_{NEWER:08d}"
     whole = checkpoint_files.read_state(str(path / "state.json"))
     damaged = {**whole, "files": {**whole["files"], "more": {"bytes": 1, "crc32": "0"}}}
     for states, holder in ((damaged, whole), 1), ((whole, damaged), 0):
-        disks = types.SimpleNamespace(rank=holder, gather=lambda mine: [
-            mine if rank == holder else {**dict.fromkeys(damaged["files"]), "more": "more is missing"} for rank in (0, 1)])
-        found = look_at(str(copied), path.name, disks, run_of(whole), list(states))
+        both = disks(copied)
+        theirs = {**dict.fromkeys(damaged["files"]), "more": "more is missing"}
+        both.rank, both.gather = holder, lambda mine: [mine if rank == holder else theirs for rank in (0, 1)]
+        found = look_at(str(copied), path.name, both, run_of(whole), list(states))
         assert found.holders == dict.fromkeys(whole["files"], [holder])
 
 
@@ -259,7 +252,7 @@ class Harmful:
 
 def test_nothing_of_a_checkpoint_is_unpickled(saved, tmp_path):
     """Also where the checksum says that the file is as it was saved."""
-    path = shutil.copytree(saved / "checkpoints" / "whole" / f"step_{NEWER:08d}", tmp_path / f"step_{NEWER:08d}")
+    path = shutil.copytree(saved / "copy" / f"step_{NEWER:08d}", tmp_path / f"step_{NEWER:08d}")
     (path / WEIGHTS).write_bytes(pickle.dumps(Harmful(tmp_path / "harm")))
     forge(path, lambda state: {**state, "files": {**state["files"], WEIGHTS: facts_of(str(path / WEIGHTS))}})
     done = start(saved, "pickled", "--resume", path).result()

@@ -12,15 +12,15 @@ import time
 import pytest
 from lab.launch import fork, losses, metrics, modules_of, torchrun
 from maintain.processes import eventually
-from support.checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, newest, write_corpus, write_model
+from support.checkpoint_runs import (
+    EXACT, SCRIPT, STEPS, TOPOLOGIES, checkpoint, flags_of, newest, write_corpus, write_model,
+)
 
 with modules_of(9):
     from checkpoints.files import check_file, read_state
 
-LONG = 40  # steps, of which most come after the signal
 TOLERANCE = 1e-9
 TWO = {1: ["--num_microbatches", "2"], 2: ["--num_microbatches", "1,1"]}  # ranks -> two micro-batches a step
-EXACT = ROOT / "tests" / "support" / "checkpoint_runs.py"  # as a script: norms in float64, too
 KILLS = int(os.environ.get("KILLS", 5))
 
 
@@ -41,40 +41,23 @@ def run(folder, name, ranks=1, *more, check=True, env=None, **changes):
                 check=check)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(folder):
-    """The losses of LONG steps."""
-    run(folder, "uninterrupted", max_steps=LONG, save_every=None)
-    return losses(folder / "runs", "uninterrupted")
-
-
-def check_stopped(folder, name, printed) -> int:
-    """The last step in metrics.jsonl has a checkpoint, which `latest` names and the output tells of."""
-    step = metrics(folder / "runs", name)[-1]["step"]
-    assert 3 <= step < LONG
-    assert f"stopped after step {step}, as it was told: --resume auto goes on from there" in printed, printed
-    assert newest(folder, name) == checkpoint(folder, name, step)
-    return step
-
-
-def check_resumed(folder, name, expected, start: int, printed: str) -> None:
-    assert f"going on after step {start}: {checkpoint(folder, name, start)}\n" in printed
-    rows = metrics(folder / "runs", name)
-    assert [row["step"] for row in rows] == list(range(1, LONG + 1)), "each step once, in order"
-    assert [row["loss"] for row in rows] == pytest.approx(expected, abs=TOLERANCE)
-    assert not list((folder / "runs").glob(f"{name}.*")) and not list((folder / "checkpoints").glob(f"{name}.*"))
-
-
-def test_the_step_that_runs_is_the_last(folder, uninterrupted):
+def test_the_step_that_runs_is_the_last(recorded, tmp_path):
     """Rank 1 is told to stop in the middle of step 3. The launcher hears that a checkpoint is written, which may take
     long. It was asked for more steps, so each rank ends with 130. The run goes on in one process."""
-    variables = {"STOP": f"1:3:{signal.SIGINT}", "LAUNCH_CLUSTER_STOPS_WITHIN": str(folder / "seconds")}
-    (folder / "seconds").touch()
-    name, flags = "third", dict(max_steps=LONG, save_every=None)
-    done = run(folder, name, 2, env=variables, check=False, **flags)
-    assert done.returncode == 130 and check_stopped(folder, name, done.stdout) == 3, done.stderr
-    assert float((folder / "seconds").read_text()) == 600
-    check_resumed(folder, name, uninterrupted, 3, run(folder, name, 1, "--resume", "auto", **flags).stdout)
+    variables = {"STOP": f"1:3:{signal.SIGINT}", "LAUNCH_CLUSTER_STOPS_WITHIN": str(tmp_path / "seconds"), "PLAIN": "1"}
+    (tmp_path / "seconds").touch()
+    flags = flags_of(tmp_path, "third", recorded / "model", dataset_name=recorded / "corpus", save_every=None)
+    done = fork(9, 2, tmp_path, SCRIPT, *flags, "--num_microbatches", "5,3", script=EXACT, env=variables, check=False)
+    assert done.returncode == 130 and len(metrics(tmp_path / "runs", "third")) == 3, done.stderr
+    assert "stopped after step 3, as it was told: --resume auto goes on from there" in done.stdout, done.stdout
+    assert newest(tmp_path, "third") == (saved := checkpoint(tmp_path, "third", 3))
+    assert float((tmp_path / "seconds").read_text()) == 600
+    printed = fork(9, 1, *flags, *TOPOLOGIES["one"][1], "--resume", "auto", script=SCRIPT).stdout
+    assert f"going on after step 3: {saved}\n" in printed
+    rows = metrics(tmp_path / "runs", "third")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), "each step once, in order"
+    assert [row["loss"] for row in rows] == pytest.approx(losses(recorded / "runs", "one"), abs=TOLERANCE)
+    assert os.listdir(tmp_path / "runs") == os.listdir(tmp_path / "checkpoints") == ["third"]
 
 
 def test_a_loss_of_nan(folder):
@@ -89,12 +72,13 @@ def test_a_loss_of_nan(folder):
     assert [row["step"] for row in metrics(folder / "runs", "diverged")] == [1, 2, 3, 4, 5]
 
 
-def test_a_lower_learning_rate_has_an_effect(folder):
+def test_a_lower_learning_rate_has_an_effect(recorded, tmp_path):
     """The message about a loss of NaN says to lower it and to resume."""
-    flags = dict(save_every=2, warmup_steps=0, lr_decay="none")
-    run(folder, "lower", max_steps=2, learning_rate=1e-3, **flags)
-    run(folder, "lower", 1, "--resume", "auto", max_steps=4, learning_rate=1e-5, **flags)
-    assert [row["learning_rate"] for row in metrics(folder / "runs", "lower")] == [1e-3, 1e-3, 1e-5, 1e-5]
+    flags = flags_of(tmp_path, "lower", recorded / "model", dataset_name=recorded / "corpus", max_steps=4,
+                     save_every=None, warmup_steps=0, lr_decay="none", learning_rate=1e-5)
+    fork(9, 1, *flags, *TOPOLOGIES["one"][1], "--resume", checkpoint(recorded, "one", 2), script=SCRIPT)
+    rates = [row["learning_rate"] for row in metrics(tmp_path / "runs", "lower")]
+    assert rates[2:] == [1e-5, 1e-5] and min(rates[:2]) > 1e-5
 
 
 def test_keep_latest_and_metrics(folder):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from lab.huggingface import float64_throughout, their_name
 from lab.launch import metrics, modules_of, start_fork
-from support.checkpoint_runs import ROOT, SCRIPT, SIZES, flags_of, write_model
+from support.checkpoint_runs import EXACT, SCRIPT, SIZES, flags_of, write_answers, write_model
 
 with modules_of(9):
     from data import batches as data
@@ -37,14 +37,14 @@ RUNS = {  # name -> ranks, model, data, flags
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The models, answers of 1 to 16 words after questions of 1 to 3, and text."""
+    """The models, answers, and text."""
     folder = tmp_path_factory.mktemp("answers")
     torch.manual_seed(0)
     for kind, sizes in MODELS.items():
         write_model(folder / kind, kind, "float64", **sizes)
-    lines = [{"prompt": "So? " * (1 + i % 3), "completion": "word " * (1 + (i * i) % 16) + "."} for i in range(54)]
-    (folder / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": line["completion"]}) + "\n" for line in lines * 3))
+    write_answers(folder, 54)
+    lines = [json.dumps({"text": "word " * (1 + i * i % 16) + "."}) for i in range(54)]
+    (folder / "text.jsonl").write_text("\n".join(lines * 3) + "\n")
     return folder
 
 
@@ -57,8 +57,7 @@ def runs(folder, selected):
         flags = [*flags_of(folder, name, folder / kind, dataset_name=folder / f"{words}.jsonl", seq_len=24,
                            batch_size=SIZE, max_steps=STEPS, save_every=None, warmup_steps=0, lr_decay="none",
                            learning_rate=RATE, max_grad_norm=0, validation_split=0.25), *flags]
-        jobs[name] = start_fork(9, ranks, folder / f"out_{name}", SCRIPT, *flags,
-                                script=ROOT / "tests" / "support" / "checkpoint_runs.py")
+        jobs[name] = start_fork(9, ranks, folder / f"out_{name}", SCRIPT, *flags, script=EXACT)
     return jobs
 
 

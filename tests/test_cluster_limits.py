@@ -2,9 +2,8 @@
 
 import os
 import sys
-import types
+from unittest import mock
 
-import conftest
 import host_facts
 import host_run
 import pytest
@@ -68,14 +67,6 @@ def test_memory_within_the_limit_of_the_own_group(groups, own, files):
     assert host_facts.available_memory() == 3000
 
 
-@pytest.mark.parametrize("cores, gigabytes, processes", [
-    (1, 64, 2), (2, 64, 2), (6.5, 64, 6), (16, 64, 8), (16, 16, 3), (16, 1, 2)])
-def test_processes_that_run_these_tests(monkeypatch, cores, gigabytes, processes):
-    monkeypatch.setattr(conftest, "usable_cores", lambda: cores)
-    monkeypatch.setattr(conftest, "available_memory", lambda: gigabytes * 1e9)
-    assert conftest.pytest_xdist_auto_num_workers() == processes
-
-
 def test_without_linux(monkeypatch, capsys):
     """macOS has no affinity and no /proc: the facts are there all the same, and a run ends with a clear error."""
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
@@ -104,7 +95,7 @@ def test_ranks_of_a_machine_or_a_gpu_share_its_memory(monkeypatch, kind, ranks):
     monkeypatch.setattr(placement, "gather", lambda own: [own] * ranks + [other])
     monkeypatch.setattr(memory, "available_memory", lambda: 1200)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1200, 4800))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="own"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mock.Mock(uuid="own"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(placement.dist, "get_rank", lambda: 0)

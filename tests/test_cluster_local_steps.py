@@ -7,9 +7,8 @@ import re
 import pytest
 import torch
 from lab.huggingface import their_name
-from lab.launch import fork, metrics, modules_of, start_fork
-from safetensors.torch import load_file
-from support.checkpoint_runs import SCRIPT, flags_of, newest, write_corpus, write_model
+from lab.launch import fork, metrics, modules_of
+from support.checkpoint_runs import SCRIPT, flags_of, newest, tensors_of, write_corpus, write_model
 from test_cluster_replan import MADE_UP
 
 with modules_of(9):
@@ -67,7 +66,13 @@ class Replica:
         return loss.item()
 
 
-def written_out(folder, sizes: list[int], *steps: list[int], lost: dict[int, int] = {}) -> tuple[dict[str, torch.Tensor], list[float]]:
+def check(folder, name: str, weights: dict[str, torch.Tensor], losses: list[float]) -> None:
+    assert [row["loss"] for row in metrics(folder / "runs", name)] == pytest.approx(losses, abs=1e-11)
+    found = tensors_of(newest(folder, name))
+    assert max((found[each] - weights[each]).abs().max() for each in weights) <= 1e-11
+
+
+def written_out(folder, sizes: list[int], *steps: list[int], lost: dict[int, int] = {}) -> tuple[dict, list[float]]:
     """The agreed weights after the last round, and the loss of each. Every second round is saved, so AdamW's averages
     become their means, and its count of steps the largest. `steps`: the local steps of each replica, round by round.
     `lost`: by round, the replica of which nothing counts."""
@@ -143,8 +148,8 @@ def step(self, closure=None):
 torch.optim.AdamW.step = step
 """
     for name, more in ("synchronous", []), ("averaged", ["--local_steps", 1]):
-        words = flags_of(folder, name, folder / "model", max_steps=6, warmup_steps=0, max_grad_norm=0, save_every=None)
-        run_code("cluster", 3, plain, *words, "--num_microbatches", "3,1,2", *more, then=SCRIPT.name)
+        flags = flags_of(folder, name, folder / "model", max_steps=6, warmup_steps=0, max_grad_norm=0, save_every=None)
+        run_code("cluster", 3, plain, *flags, "--num_microbatches", "3,1,2", *more, then=SCRIPT.name)
     ours, theirs = ([row["loss"] for row in metrics(folder / "runs", name)] for name in ("averaged", "synchronous"))
     assert ours == pytest.approx(theirs, abs=1e-11) and ours[0] - ours[-1] > 1e-3
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lab.huggingface import float64_throughout
 from lab.launch import fork, metrics
-from support.checkpoint_runs import ROOT, SCRIPT, TEXT, checkpoint, flags_of, newest, write_model
+from support.checkpoint_runs import EXACT, SCRIPT, TEXT, checkpoint, flags_of, newest, write_model
 
 TOLERANCE = 1e-9
 STEPS, SAMPLES, SEQ_LEN, RANK, MAX_GRAD_NORM = 3, 8, 16, 4, 0.05
@@ -87,15 +87,10 @@ def with_adapters(model, kinds: tuple[str, ...], dtype: torch.dtype):
     return model, trained
 
 
-def in_plain_peft(folder, family: str, data: str):
-    """Steps of one process without any code of ours: losses, norms, rates, and the model with its last gradients."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float64)
-    model, trained = with_adapters(model, ("Linear", "Conv1D"), torch.float64)
-    optimizer = torch.optim.AdamW(trained.values(), lr=0.01)
-    rows = []
-    for rate in RATES:
+def train_plainly(folder, data: str, model, trained: dict, rates: list, max_grad_norm: float = math.inf) -> list[tuple]:
+    """The losses, norms and rates of steps of one process without any code of ours."""
+    optimizer, rows = torch.optim.AdamW(trained.values(), lr=0.01), []
+    for rate in rates:
         optimizer.zero_grad()
         optimizer.param_groups[0]["lr"] = rate
         total, count = 0.0, 0
@@ -104,10 +99,20 @@ def in_plain_peft(folder, family: str, data: str):
             total = total + torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[given:]), reduction="sum")
             count += len(tokens) - given
         (total / count).backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained.values(), MAX_GRAD_NORM)
-        assert norm > 1.5 * MAX_GRAD_NORM, "nothing is clipped"
+        norm = torch.nn.utils.clip_grad_norm_(trained.values(), max_grad_norm)
         rows.append((total.item() / count, norm.item(), rate))
         optimizer.step()
+    return rows
+
+
+def in_plain_peft(folder, family: str, data: str):
+    """What train_plainly() says, and the model with its last gradients."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float64)
+    model, trained = with_adapters(model, ("Linear", "Conv1D"), torch.float64)
+    rows = train_plainly(folder, data, model, trained, RATES, MAX_GRAD_NORM)
+    assert min(norm for _, norm, _ in rows) > 1.5 * MAX_GRAD_NORM, "nothing is clipped"
     return rows, model
 
 
@@ -127,8 +132,7 @@ def run(folder, name: str, family: str, data: str, topology: str, *more, env=Non
                     max_steps=STEPS, warmup_steps=1, learning_rate=RATES[1], max_grad_norm=MAX_GRAD_NORM,
                     save_every=2, lora_rank=RANK, lora_alpha=8)
     flags = [*flags_of(folder, name, folder / family, **{**defaults, **changes}), *flags, *more]
-    return fork(9, ranks, folder / f"out_{name}", SCRIPT, *flags, modules=["peft"], env=env,
-                script=ROOT / "tests" / "support" / "checkpoint_runs.py"), ranks
+    return fork(9, ranks, folder / f"out_{name}", SCRIPT, *flags, modules=["peft"], env=env, script=EXACT), ranks
 
 
 def whole(key: str, parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:

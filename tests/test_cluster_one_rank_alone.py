@@ -12,14 +12,12 @@ import sys
 import pytest
 from lab.launch import MODELS, STEPS, environment, modules_of, start_fork
 from safetensors.torch import load_file, save_file
-from support.checkpoint_runs import SCRIPT, flags_of, write_corpus, write_model
+from support.checkpoint_runs import SCRIPT, SIZES, flags_of, write_corpus, write_model
 
 with modules_of(9):
     from ranks.disks import Disks
     from utils import UserError
 
-SIZES = dict(vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-             num_key_value_heads=4, max_position_embeddings=32)
 OWN, INDEX = "model.layers.3.mlp.up_proj.weight", "model.safetensors.index.json"  # of the second stage
 
 
@@ -55,7 +53,7 @@ def folder(tmp_path_factory):
     import transformers
 
     folder = tmp_path_factory.mktemp("alone")
-    write_model(folder / "good", "llama", **SIZES)
+    write_model(folder / "good", "llama", **SIZES, vocab_size=1024, max_position_embeddings=32)
     config = transformers.AutoConfig.from_pretrained(folder / "good")
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "good", max_shard_size="90KB")
     write_corpus(folder)

@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-import types
+from unittest import mock
 
 import pytest
 from lab.launch import MODELS, modules_of
@@ -20,7 +20,7 @@ with modules_of(9):
     from ranks import course  # noqa: F401  before step 9's modules
     from ranks.disks import Disks
     from run import times
-    from run.record import EVALUATIONS, METRICS, Record, Rows
+    from run.record import EVALUATIONS, METRICS, Record, Rows, Wandb
     from run.times import ABSENT
     from utils import UserError, writing
 
@@ -59,7 +59,8 @@ def a_record(folder, before: Record | None = None, start: int = 0, num_steps: in
     """Of one rank, whose disk is its own; it goes on after step `start` of the one `before`."""
     args = argparse.Namespace(log_dir=str(folder), run_name="run", wandb_project="", wandb_group="",
                               **{"use_wandb": False, "run_id": "0123", **flags})
-    grid = types.SimpleNamespace(is_logging_rank=is_logging_rank, world_size=1, topology={})
+    grid = times.pgm.ProcessGroupManager([1], 1)
+    grid.is_logging_rank = is_logging_rank
     lines = [line for line in before.lines if json.loads(line)["step"] <= start] if before else []
     disks = Disks(str(folder), needs_room=not is_in_memory)
     return Record(args, grid, disks, num_steps, 100, start, lines, is_in_memory)
@@ -95,9 +96,8 @@ def test_bar_on_a_terminal_is_one_line(world_of_one, tmp_path, monkeypatch):
 
 
 def test_curves_and_wandb_have_ranks_evaluations_and_samples(world_of_one, tmp_path):
-    sent = []
     record = a_record(tmp_path)
-    record.sinks.append(types.SimpleNamespace(show=lambda step, values: sent.append((step, values)), close=lambda: 0))
+    record.sinks.append(Wandb(str(tmp_path), run := mock.Mock(step=0), []))
     log(record, 1)
     record.used(1, [[1.5, 1.5, 0.25, 0.5, 99.0, ABSENT, ABSENT]])
     record.evaluated(1, 1.0)
@@ -110,7 +110,8 @@ def test_curves_and_wandb_have_ranks_evaluations_and_samples(world_of_one, tmp_p
         "cpu_percent/rank0": 99.0})
     texts = {name: at_once.Tensors(name)[0].tensor_proto.string_val for name in at_once.Tags()["tensors"]}
     assert texts["sample/text_summary"] == [b"The end"] and texts["hosts/text_summary"][0].startswith(b"rank 0: ")
-    everything = {name: value for step, values in sent for name, value in values.items() if step == 1}
+    sent = [call.args[0] for call in run.log.call_args_list if call.kwargs == {"step": 1}]
+    everything = {name: value for values in sent for name, value in values.items()}
     assert everything["wait_seconds/rank0"] == 0.25 and everything["sample"] == "The end"
     assert everything["evaluation_loss"] == 1.0 and "gpu_percent/rank0" not in everything
 
@@ -239,7 +240,7 @@ def test_a_row_that_a_full_disk_took_a_part_of(world_of_one, tmp_path):
 def test_a_timeline_on_a_full_disk(world_of_one, tmp_path, monkeypatch, capsys):
     """One line with the file and the remedy; no part of a file is left, and no picture of it is offered."""
     path, args = tmp_path / "timeline_batch3_all.json", argparse.Namespace(log_dir=tmp_path, run_name="", profile_batch=3)
-    monkeypatch.setattr(times.pgm, "process_group_manager", types.SimpleNamespace(is_logging_rank=True))
+    monkeypatch.setattr(times.pgm, "process_group_manager", times.pgm.ProcessGroupManager([1], 1))
 
     def write(name, grid):  # as Timeline does
         with writing(name), open(name, "w") as file:
@@ -259,19 +260,16 @@ def test_a_timeline_on_a_full_disk(world_of_one, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("logs", [False, True])
 def test_one_process_at_a_time_writes_the_run_of_wandb(world_of_one, tmp_path, monkeypatch, capsys, logs):
     """Where another one logs from now on, the process that did ends it first: others begin after gather()."""
-    calls, gather = [], Disks.gather
-    run = types.SimpleNamespace(step=0, log=lambda *_, **__: None, finish=lambda: calls.append("finish of the run"))
-    wandb = types.SimpleNamespace(finish=lambda: calls.append("finish"), login=lambda **_: False,
-                                  init=lambda **_: calls.append("init") or run, Settings=dict)
+    gather, wandb = Disks.gather, mock.Mock(**{"init.return_value.step": 0})
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_RUN_ID", "restored")
     monkeypatch.setenv("WANDB_RESUME", "restored")
-    monkeypatch.setattr(Disks, "gather", lambda *args: calls.append("gather") or gather(*args))
+    monkeypatch.setattr(Disks, "gather", lambda *args: wandb.gather() and gather(*args))
     record = a_record(tmp_path, is_logging_rank=logs, use_wandb=True)
     record.leave()
-    last = calls[-2:] if logs else calls[calls.index("finish"):][:2]
-    assert last == (["gather", "init"] if logs else ["finish", "gather"])
-    run.finish = lambda: open("/dev/full", "w").write(10_000 * "x")
+    calls = [name for name, *_ in wandb.mock_calls if name in ("gather", "init", "finish", "init().finish")]
+    assert calls[-2:] == ["gather", "init"] if logs else calls[calls.index("finish"):][:2] == ["finish", "gather"]
+    wandb.init.return_value.finish = lambda: open("/dev/full", "w").write(10_000 * "x")
     record.close()  # what comes next is worth more
     assert logs == ("W&B's run did not end well ([Errno 28] No space left on device): make" in capsys.readouterr().out)
 

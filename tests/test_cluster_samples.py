@@ -10,7 +10,7 @@ import socket
 import pytest
 import torch
 from lab.launch import metrics, modules_of, start_fork
-from support.checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, write_corpus, write_model
+from support.checkpoint_runs import EXACT, SCRIPT, checkpoint, flags_of, write_answers, write_corpus, write_model
 from support.clusters import MEASURED
 
 with modules_of(9):
@@ -47,8 +47,7 @@ def folder(tmp_path_factory):
     torch.manual_seed(0)
     write_model(folder / "weights", "llama", "float64", vocab_size=1024, initializer_range=0.1, **SIZES)
     write_corpus(folder)
-    rows = [{"prompt": "So? " * (1 + i % 3), "completion": "word " * (1 + (i * i) % 16) + "."} for i in range(44)]
-    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_answers(folder, 44)
     return folder
 
 
@@ -67,8 +66,7 @@ def start(folder, name: str, ranks: int, *more, **changes):
     flags = flags_of(folder, name, folder / changes.pop("model_name", "model"), **{
         "max_steps": 4, "save_every": 2, "learning_rate": 1e-3, "max_grad_norm": 0.1, **changes,
         "dataset_name": folder / changes.get("dataset_name", "corpus")})
-    return start_fork(9, ranks, folder / f"out_{name}", SCRIPT, *flags, *more, modules=["peft"],
-                      script=ROOT / "tests" / "support" / "checkpoint_runs.py")
+    return start_fork(9, ranks, folder / f"out_{name}", SCRIPT, *flags, *more, modules=["peft"], script=EXACT)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 from lab.launch import losses, metrics, modules_of, start_fork
-from support.checkpoint_runs import ROOT, SCRIPT, flags_of, write_corpus, write_model
+from support.checkpoint_runs import EXACT, SCRIPT, flags_of, write_corpus, write_model
 
 with modules_of(9):
     from checkpoints.files import check_file, read_state
@@ -37,8 +37,7 @@ def start(data, folder, hosts, name, max_steps, *more, check=True, **env):
     flags = flags_of(data, name, data / "model", max_steps=max_steps, save_every=2, lr_decay="none", log_dir="runs",
                      checkpoint_dir="checkpoints")
     return start_fork(9, len(hosts), folder, SCRIPT, *flags, "--num_microbatches", "2" if len(hosts) == 1 else "1,1",
-                      *more, script=ROOT / "tests" / "support" / "checkpoint_runs.py", check=check,
-                      env={"DISKS": ",".join(hosts), **env})
+                      *more, script=EXACT, check=check, env={"DISKS": ",".join(hosts), **env})
 
 
 @pytest.fixture(scope="module")

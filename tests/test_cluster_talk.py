@@ -14,8 +14,7 @@ import pytest
 import torch
 from lab.launch import ROOT, environment, fork, modules_of, torchrun
 from maintain.processes import eventually
-from support.checkpoint_runs import SCRIPT as TRAIN
-from support.checkpoint_runs import flags_of, write_corpus, write_model
+from support.checkpoint_runs import EXACT, STEPS, checkpoint, write_model
 
 with modules_of(9):
     import generate
@@ -42,9 +41,7 @@ QUICK = ("gpt2", "gemma2", "mamba2")  # beside "llama" in the other tests
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):  # with one model of each kind, whose sizes make it say something else after each word
-    folder = tmp_path_factory.mktemp("models")
-    write_corpus(folder)
-    return folder
+    return tmp_path_factory.mktemp("models")
 
 
 def model_of(folder, kind: str):
@@ -81,8 +78,8 @@ def in_one_process(path, adapter=None, **settings) -> str:
         ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
         torch.manual_seed(number)
         ends = {model.generation_config.eos_token_id, tokenizer.eos_token_id} - {None}
-        settings = {"do_sample": False, "eos_token_id": [*ends], **settings}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, pad_token_id=0, **settings)
+        settings = {"do_sample": False, "eos_token_id": [*ends], "max_new_tokens": NEW, **settings}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **settings)
         written += tokenizer.decode(out[0], skip_special_tokens=True) + "\n"
     return re.sub("\r\n?", "\n", written)  # as a file is read
 
@@ -149,24 +146,18 @@ def test_an_adapter_beside_the_weights(folder):
     assert done.stdout == in_one_process(path, adapter) != in_one_process(path)
 
 
-def on_disks(folder, ranks: int, *words, **options):
-    """A script of cluster/, each rank on a host with a disk of its own; the last one is the host that one types on."""
-    return fork(9, ranks, folder / "out", *words, script=ROOT / "tests" / "support" / "checkpoint_runs.py",
-                env={"HOSTS": str(folder / "disks"), "PLAIN": "1"}, modules=["peft"], timeout=100, **options)
-
-
-def test_a_run_on_disks_of_their_own(folder, tmp_path):
-    """Neither disk has all files."""
-    flags = flags_of(tmp_path, "run", model_of(folder, "llama"), dataset_name=folder / "corpus", checkpoint_dir="c",
-                     log_dir="runs", max_steps=2, save_every=2, dtype="float32", learning_rate=0.05)
-    on_disks(tmp_path, 3, TRAIN, *flags, "--num_microbatches", 2, "--pipelines", "3,2,1")
-    [step] = (tmp_path / "disks" / "host2" / "c" / "run").glob("step_*")
-    path = shutil.copytree(step, tmp_path / "whole")
-    (step / "model-00001-of-00003.safetensors").unlink()
+def test_a_run_on_disks_of_their_own(recorded, tmp_path):
+    """No disk has all files. The last host is the one that one types on."""
+    whole = checkpoint(recorded, "2;1", STEPS)
+    for host in range(3):
+        step = shutil.copytree(whole, tmp_path / f"host{host}" / "run" / whole.name)
+        shutil.copy(whole.parent / "latest", step.parent)
+        (step / f"model-0000{1 + host % 2}-of-00002.safetensors").unlink()
     (step / "tokenizer.json").unlink()
-    done = on_disks(tmp_path, 3, SCRIPT, *CPU, "--checkpoint", "c/run", "--pipelines", "1,1,4", *prompts(),
-                    "--max_new_tokens", NEW)
-    assert texts(done) == in_one_process(path) != in_one_process(folder / "llama")
+    done = fork(9, 3, tmp_path / "out", SCRIPT, *CPU, "--checkpoint", "run", "--pipelines", "1,1,2", *prompts(),
+                "--max_new_tokens", 8, script=EXACT, env={"HOSTS": str(tmp_path), "PLAIN": "1"}, modules=["peft"],
+                timeout=100)
+    assert texts(done) == in_one_process(whole, max_new_tokens=8)
 
 
 def test_the_cache_by_the_name_that_this_transformers_gives_it(monkeypatch):

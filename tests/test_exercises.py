@@ -6,7 +6,6 @@ import re
 import statistics
 import sys
 import time
-import types
 
 import attempt
 import pytest
@@ -123,11 +122,12 @@ OF_A_RANK = f"{MATRICES} + 8 * layers / pp * hidden"  # bytes of weights
     ("gradient_bytes", "2 * (ranks - 1) / ranks * 16 * num_parameters", "AdamW's moments"),
     ("unlike_pipelines_units", "3 * pipelines[0][1] * (pipelines[0][2] + pipelines[0][0] - 1)", "the first pipeline"),
 ])
-def test_what_a_reader_may_count_has_a_name(name, answer, says):
+def test_what_a_reader_may_count_has_a_name(name, answer, says, tmp_path):
     """Formulas that are not ours with a text replaced, maybe wrong for some sizes only. Nothing is run."""
     source, sizes = solution(EXERCISES[name]), COUNTS[name].sizes
     right, wrong = mistaken(source, name, ()), eval(f"lambda {', '.join(sizes[0])}: {answer}")
-    reader = types.SimpleNamespace(name=name, place=types.SimpleNamespace(source=lambda: source))
+    (path := tmp_path / "answer.py").write_text(source, encoding="utf-8")
+    reader = attempt.Attempt(EXERCISES[name], path)
     assert says in named(reader, COUNTS[name], [wrong(**size) for size in sizes], [right(**size) for size in sizes])
 
 

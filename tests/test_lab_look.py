@@ -23,15 +23,12 @@ CASES = {  # step -> flags that use its idea, ranks
     15: (TWO + "--cp_size 2", 2), 16: (TWO + "--dp_size 2 --num_experts 4 --ep_size 2", 2),
     17: (TWO + "--dp_size 2 --local_steps 2", 2), 18: (TWO + "--dp_size 2 --optimizer muon --zero 1", 2),
     19: (TWO + "--tp_size 2 --generators 1 --group_size 2", 3)}
+assert {*map(str, CASES), "1"} == {*STEPS}
 
 
 def titles(svg: str, tag: str) -> list[str]:
     return [each.find(f"{SVG}title").text for each in ElementTree.fromstring(svg).iter(SVG + tag)
             if each.find(f"{SVG}title") is not None]
-
-
-def test_cases_are_all_steps():
-    assert {*map(str, CASES), "1"} == {*STEPS}
 
 
 @pytest.mark.parametrize("step", [pytest.param(step, marks=[pytest.mark.slow(drawn=4)] * (step not in (2, 5, 9, 11, 16)))

@@ -21,7 +21,7 @@ from lab.launch import fork_server, start_fork
 from lab.ranks import threads
 from maintain.processes import eventually, left_behind
 from support import random_runs
-from support.checkpoint_runs import ROOT, SCRIPT, checkpoint, flags_of, write_corpus, write_model
+from support.checkpoint_runs import EXACT, SCRIPT, checkpoint, flags_of, write_answers, write_corpus, write_model
 from support.recordings import assert_same_math, record
 
 SEEDS = max(12, int(os.environ.get("FUZZ", 0)))
@@ -35,7 +35,7 @@ def check_chain(folder, model, flags, alone, links) -> list:
     def run(name: str, ranks: int, changes: dict, *more, env=None):
         words = flags_of(folder, name, folder / "model", **flags | changes)
         return start_fork(9, ranks, folder / f"out_{name}", SCRIPT, *words, *more, env=env, modules=modules, check=False,
-                          script=ROOT / "tests" / "support" / "checkpoint_runs.py")
+                          script=EXACT)
 
     one, done, start, resume = run("one", 1, alone), [], 0, []
     for ranks, changes, end, stopped in links:
@@ -97,8 +97,7 @@ def data(tmp_path_factory):
     """A folder with the texts and the answers of the chains."""
     folder = tmp_path_factory.mktemp("random")
     write_corpus(folder)
-    rows = [{"prompt": "So? " * (1 + i % 3), "completion": "word " * (1 + i * i % 16) + "."} for i in range(30)]
-    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_answers(folder, 30)
     return folder
 
 

@@ -1,6 +1,6 @@
 """same_numbers: the verdict on foreign trainers, and on ranks that are made here one after the other."""
 
-import types
+from unittest import mock
 
 import pytest
 import same_numbers
@@ -49,12 +49,16 @@ class Net(nn.Module):
         return self.down(self.frozen(self.up(x)))
 
 
+def as_rank(monkeypatch, rank: int, world: int) -> None:
+    """All that a recorder asks torch.distributed."""
+    answers = {"get_rank.return_value": rank, "get_world_size.return_value": world}
+    monkeypatch.setattr(same_numbers.recorder, "dist", mock.Mock(**answers))
+
+
 def record(monkeypatch, folder, rank: int = 0, world: int = 1, change=lambda model: None, cut=None, dtype=torch.float64,
            before=lambda model: None):
     """One step as rank `rank`. change(model) makes a fault of the gradients; `cut`: rows of up.weight that it holds."""
-    monkeypatch.setattr(same_numbers.recorder, "dist", types.SimpleNamespace(
-        is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda _: rank, get_world_size=lambda _: world,
-        all_gather_object=lambda everyone, own: None))
+    as_rank(monkeypatch, rank, world)
     model = Net().to(dtype)
     before(model)
     data = torch.randn(4, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)

@@ -1,16 +1,20 @@
 """same_numbers: what a yes is about, and what is said where nothing can be compared; recordings of small loops here."""
 
+import importlib.util
+import json
 import re
+import subprocess
 import sys
-import types
+import time
 
 import pytest
 import same_numbers
 import torch
+from lab.launch import ROOT
 from same_numbers.__main__ import main
+from same_numbers.frameworks import place_cuts
+from test_same_numbers import as_rank
 from torch import nn
-
-MODULE = sys.modules.get("same_numbers.recorder", same_numbers)
 
 
 class Two(nn.Module):
@@ -33,9 +37,7 @@ def nothing(*args):
 def train(monkeypatch, folder, rank=0, world=1, dtype=torch.float64, prepare=nothing, change=nothing, made=None, lr=1e-3,
           loss=1.0, norm=None, wrap=lambda model: model, steps=3, kind=torch.optim.AdamW, adam=None):
     """Three steps as `rank`; `prepare` changes a model before, `change` its gradients in a step."""
-    monkeypatch.setattr(MODULE, "dist", types.SimpleNamespace(
-        is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda _: rank, get_world_size=lambda _: world,
-        all_gather_object=nothing))
+    as_rank(monkeypatch, rank, world)
     model = (made or Two)()
     for param in model.parameters():
         param.data = param.data if param.is_complex() else param.data.to(dtype)
@@ -144,6 +146,12 @@ class Opaque:
         inner = torch.optim.AdamW(*args, **settings)
 
 
+def noise_of(tensor, share: float):
+    """As long as that share of the tensor."""
+    noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(7)).to(tensor)
+    return noise * share * tensor.norm() / noise.norm()
+
+
 class Coarse(torch.optim.Optimizer):
     """Matrices move as in bfloat16, `apart` by noise. What else there is moves exactly. Its settings are as Muon's."""
 
@@ -156,8 +164,7 @@ class Coarse(torch.optim.Optimizer):
         for param in [each for each in self.param_groups[0]["params"] if each.grad is not None]:
             change = param.grad.clone()
             if param.ndim > 1:
-                noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(7)).to(param)
-                change += noise * self.apart * change.norm() / noise.norm()
+                change += noise_of(change, self.apart)
             param -= self.param_groups[0]["lr"] * change
 
 
@@ -172,8 +179,7 @@ class OfNumbers(torch.optim.SGD):
     def step(self):
         for param in [each for each in self.param_groups[0]["params"] if each.grad is not None]:
             if param.ndim > 1:
-                noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(7)).to(param)
-                param.grad.add_(noise * self.apart * param.grad.norm() / noise.norm())
+                param.grad.add_(noise_of(param.grad, self.apart))
         super().step()
 
 
@@ -262,8 +268,6 @@ def test_an_empty_recorder_and_one_that_fails(monkeypatch, tmp_path, capsys):
 
 
 def test_thousands_of_small_parameters_take_no_time(monkeypatch, tmp_path, capsys):
-    import time
-
     class Many(nn.Module):
         def __init__(self):
             super().__init__()
@@ -281,8 +285,6 @@ def test_thousands_of_small_parameters_take_no_time(monkeypatch, tmp_path, capsy
 
 def test_a_gated_matrix_of_megatron_is_cut_in_both_of_its_halves():
     """partition_stride 2: each rank has a part of the gates, then a part of the rest."""
-    from same_numbers.frameworks import place_cuts
-
     for everyone, wanted in (([{"up": (0, 0, 8, 2)}], [[*range(8)]]),
                              ([{"up": (0, rank, 4, 2)} for rank in (0, 1)], [[0, 1, 4, 5], [2, 3, 6, 7]])):
         for rank, rows in enumerate(wanted):
@@ -292,11 +294,6 @@ def test_a_gated_matrix_of_megatron_is_cut_in_both_of_its_halves():
 
 
 def test_the_scoreboards_page_is_made_of_its_rows(tmp_path):
-    import importlib.util
-    import json
-
-    from lab.launch import ROOT
-
     spec = importlib.util.spec_from_file_location("page", ROOT / "tools" / "maintain" / "board" / "page.py")
     page = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(page)
@@ -307,10 +304,6 @@ def test_the_scoreboards_page_is_made_of_its_rows(tmp_path):
 
 
 def test_scripts_of_what_was_found_are_short_and_say_what_they_lack(tmp_path):
-    import subprocess
-
-    from lab.launch import ROOT
-
     (tmp_path / "transformers.py").write_text("raise ImportError('not here')\n")
     (tmp_path / "torchtitan.py").write_text("raise ImportError('not here')\n")
     for path in (ROOT / "same_numbers" / "found").glob("[!_]*.py"):

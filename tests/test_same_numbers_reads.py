@@ -2,7 +2,6 @@
 
 import datetime
 import importlib.util
-import types
 
 import pytest
 import same_numbers
@@ -11,6 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from same_numbers import frameworks, places
 from same_numbers.samples import digests, number, token_ids
+from test_same_numbers import as_rank
 from torch import nn
 
 IDS, FLOATS = torch.arange(6).view(2, 3), torch.rand(2, 3, 4)
@@ -62,8 +62,7 @@ def record(folder, batches, model=None, before=lambda step: None, inputs=lambda 
            monkeypatch=None, **options):
     """A step of each list of micro-batches, of token ids."""
     if monkeypatch:
-        monkeypatch.setattr(same_numbers.recorder, "dist", types.SimpleNamespace(
-            is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda _: rank, get_world_size=lambda _: world))
+        as_rank(monkeypatch, rank, world)
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Embedding(48, 8), nn.Linear(8, 4)).double()
     recorder = same_numbers.Recorder(model, torch.optim.SGD(model.parameters(), 0.1), folder, steps=len(batches))

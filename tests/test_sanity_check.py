@@ -1,8 +1,8 @@
 """The sanity check's own judgement, on made-up runs: no training here."""
 
 import json
+import subprocess
 import sys
-import types
 
 import pytest
 
@@ -102,18 +102,18 @@ def test_missing_runs_are_reported(check, no_figure, tmp_path):
     assert code == 1 and "without a step" in printed
 
 
-def fake_run(words: tuple, stdout, **_) -> types.SimpleNamespace:
+def fake_run(words: tuple, stdout, **_) -> subprocess.CompletedProcess:
     """In place of a run with these flags."""
     flags = {str(name)[2:]: value for name, value in zip(words[::2], words[1::2])}
     if flags["run_name"] == "tp2":
         stdout.write("error: out of paper")
-        return types.SimpleNamespace(returncode=1)
+        return subprocess.CompletedProcess(words, 1)
     dp_size = flags.get("dp_size", 1)
     flags["topology"] = {"dp_size": dp_size, "world_size": dp_size * flags.get("pp_size", 1) * flags.get("tp_size", 1)}
     samples = flags["micro_batch_size"] * flags["gradient_accumulation_steps"] * dp_size
     steps = flags["max_tokens"] // (samples * flags["seq_len"])
     write_run(flags.pop("log_dir") / flags["run_name"], CURVE[:steps], **flags)
-    return types.SimpleNamespace(returncode=0)
+    return subprocess.CompletedProcess(words, 0)
 
 
 def test_rows_read_the_same_samples_and_a_failing_one_stops_no_other(check, no_figure, tmp_path, monkeypatch):

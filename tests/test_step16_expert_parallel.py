@@ -1,7 +1,6 @@
 """Step 16's experts against Hugging Face's Mixtral, and what is particular to them."""
 
 import gc
-import types
 import weakref
 
 import pytest
@@ -81,13 +80,12 @@ def test_equals_mixtral(num_experts, k):
         assert (gradient - found[name]).abs().max() <= 1e-9, name
 
 
-def test_balance_loss_is_added_to_the_gradient(world_of_one):
+def test_balance_loss_is_added_to_the_gradient(world_of_one, parsed):
     """Switch's loss of each layer, with a weight, is in the gradient of the loss that is logged."""
     STEP.process_group_manager.setup_process_group_manager(1, 1, 1)
     tokens = torch.randint(96, (2, 17), generator=torch.Generator().manual_seed(0))
     found, plain = build(), build()
-    args = types.SimpleNamespace(num_experts=8, balance_loss=0.3, balance_bias=0.0, gradient_accumulation_steps=2,
-                                 sequence_parallel=False)
+    args = parsed(STEP.train, "--num_experts 8 --balance_loss 0.3 --gradient_accumulation_steps 2")
     STEP.expert_parallel.ExpertBalance(args, found, torch.device("cpu"))
     outputs = []
     for layer in plain.decoder_layers:
@@ -104,12 +102,11 @@ def test_balance_loss_is_added_to_the_gradient(world_of_one):
     assert (found.decoder_layers[0].mlp.router.weight.grad).abs().max() > 1e-4
 
 
-def test_activations_do_not_outlive_backward(world_of_one):
+def test_activations_do_not_outlive_backward(world_of_one, parsed):
     """A hook that holds the tensor which holds the hook would keep the graph until Python's garbage collection."""
     STEP.process_group_manager.setup_process_group_manager(1, 1, 1)
     model, scores = build(), []
-    args = types.SimpleNamespace(num_experts=8, balance_loss=0.3, balance_bias=0.0, gradient_accumulation_steps=2,
-                                 sequence_parallel=False)
+    args = parsed(STEP.train, "--num_experts 8 --balance_loss 0.3 --gradient_accumulation_steps 2")
     STEP.expert_parallel.ExpertBalance(args, model, torch.device("cpu"))
     for layer in model.decoder_layers:
         layer.mlp.router.register_forward_hook(lambda module, args, output: scores.append(weakref.ref(output[0])))
@@ -121,11 +118,10 @@ def test_activations_do_not_outlive_backward(world_of_one):
         gc.enable()
 
 
-def test_bias_moves_against_the_load_and_not_into_the_weights(world_of_one):
+def test_bias_moves_against_the_load_and_not_into_the_weights(world_of_one, parsed):
     STEP.process_group_manager.setup_process_group_manager(1, 1, 1)
     model = build(num_experts=4, experts_per_token=1)
-    args = types.SimpleNamespace(num_experts=4, balance_loss=0.0, balance_bias=0.25, gradient_accumulation_steps=1,
-                                 sequence_parallel=False)
+    args = parsed(STEP.train, "--num_experts 4 --balance_bias 0.25 --gradient_accumulation_steps 1")
     balance = STEP.expert_parallel.ExpertBalance(args, model, torch.device("cpu"))
     router = model.decoder_layers[0].mlp.router
     for load in balance.loads.values():

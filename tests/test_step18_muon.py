@@ -3,8 +3,6 @@
 That every topology computes what one process does: test_all_steps_same_math.py.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from lab.program import Program
@@ -12,24 +10,23 @@ from lab.ranks import run, threads
 from lab.watch.held import Memory
 from lab.watch.messages import Messages
 
-muon = Program(18).load().muon
+STEP = Program(18).load()
+muon = STEP.muon
 TINY = ["--num_hidden_layers", 8, "--gradient_accumulation_steps", 1, "--dtype", "float32"]
 MATRICES = 8 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 352 * 128)  # their numbers, in the tiny Llama
 WHOLE = MATRICES + 17 * 128 + 2 * 1024 * 128
 
 
-def test_one_process_is_torchs_muon(monkeypatch):
+def test_one_process_is_torchs_muon(world_of_one, monkeypatch):
     """Given the same gradients, the iteration in float64, which torch's does in bfloat16."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
-    grid = SimpleNamespace(dp_rank=0, dp_world_size=1, tp_world_size=1, is_logging_rank=False)
-    monkeypatch.setattr(muon.pgm, "process_group_manager", grid)
+    STEP.process_group_manager.setup_process_group_manager(1, 1, 1)
     shapes = (3, 7), (7, 3), (5, 5), (64, 16)
     layers = torch.nn.ParameterDict({"decoder_layers": torch.nn.ParameterList(
         torch.randn(shape, dtype=torch.float64) for shape in shapes)})
     layers.dtype, ours = torch.float64, [*layers.parameters()]
     theirs = [param.detach().clone() for param in ours]
-    wrapper = SimpleNamespace(module=layers, gradient=lambda param: param.grad)
-    one = muon.Muon(wrapper, muon.find_matrices(layers, None), 0.01)
+    one = muon.Muon(STEP.data_parallel.DataParallelBucket(layers), muon.find_matrices(layers, None), 0.01)
     other = torch.optim.Muon(theirs, 0.01, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
     for _ in range(5):
         for param, twin in zip(ours, theirs):

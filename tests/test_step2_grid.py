@@ -77,13 +77,14 @@ def test_a_rank_that_sleeps_is_not_waited_for(run_code, tmp_path, flags):
 
 
 TWICE = """
-import json, types
+import json
 import process_group_manager as pgm
 import torch
 from torch import distributed as dist
 pgm.init_process_group("gloo", 20)
+sizes = json.loads(sys.argv.pop(1))
 for _ in range(2):
-    pgm.setup_process_group_manager(**json.loads(sys.argv[1]))
+    pgm.setup_process_group_manager(**sizes)
     {more}
     for value in vars(pgm.process_group_manager).values():
         for group in value if isinstance(value, tuple) else [value]:
@@ -110,8 +111,8 @@ for _ in range(2):
     plugin.configure(model, lambda params: torch.optim.SGD([param for _, param in params]))
 pgm.dist.destroy_process_group()
 """
-LOCAL_STEPS = """import local_steps
-    local_steps.LocalSteps(torch.nn.Linear(1, 1), types.SimpleNamespace(outer_learning_rate=1, outer_momentum=0))"""
+LOCAL_STEPS = """import train
+    train.LocalSteps(torch.nn.Linear(1, 1), train.parse_args())"""
 
 
 @pytest.mark.parametrize("step, ranks, sizes, more", [
@@ -121,7 +122,8 @@ LOCAL_STEPS = """import local_steps
     (17, 4, {"dp_size": 2, "pp_size": 2, "tp_size": 1}, LOCAL_STEPS)])
 def test_a_process_can_make_a_second_grid(run_code, step, ranks, sizes, more):
     """All ranks have to be in equally many groups, or the names of later ones differ."""
-    run_code(step, ranks, TWICE.format(more=more or "pass"), json.dumps(sizes), timeout=60)
+    flags = ["--local_steps", 2] if more else []
+    run_code(step, ranks, TWICE.format(more=more or "pass"), json.dumps(sizes), *flags, timeout=60)
 
 
 @pytest.mark.parametrize("ranks, tp, pipelines, tied", [

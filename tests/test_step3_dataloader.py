@@ -7,7 +7,6 @@ import io
 import json
 import pickle
 import sys
-import types
 
 import pytest
 import torch
@@ -30,8 +29,8 @@ def loader(monkeypatch, tmp_path):
 
     def loader(corpus, seq_len=8, micro_batch_size=2, accumulation=3, num_samples=60, dp_rank=0, dp_size=1,
                device="cpu"):
-        grid = types.SimpleNamespace(dp_rank=dp_rank, dp_world_size=dp_size)
-        monkeypatch.setattr(pgm, "process_group_manager", grid)
+        monkeypatch.setattr(pgm, "process_group_manager", grid := pgm.ProcessGroupManager(1, 1, 1))
+        grid.dp_rank, grid.dp_world_size = dp_rank, dp_size
         [samples] = dataloader.load_samples(str(corpus), str(TINY), seq_len, 1024, num_samples, str(tmp_path / "cache"))
         return dataloader.MicroBatchDataLoader(samples, micro_batch_size, accumulation, torch.device(device))
 
@@ -194,7 +193,7 @@ def test_a_git_lfs_pointer_is_no_text(tmp_path, name):
 def test_the_cache_of_a_hub_id_is_found_from_any_folder(tmp_path, monkeypatch):
     """Its key is the id, not a path below the working directory."""
     monkeypatch.setattr(dataloader, "require_reachable_hub", lambda *_: None)
-    monkeypatch.setattr(dataloader, "load_tokenizer", lambda _: types.SimpleNamespace(eos_token_id=None))
+    monkeypatch.setattr(dataloader, "load_tokenizer", lambda _, load=dataloader.load_tokenizer: load(str(TINY)))
     monkeypatch.setattr(dataloader, "read_corpus", lambda _: iter(()))
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()

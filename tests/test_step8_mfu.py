@@ -1,7 +1,5 @@
 """Model FLOPs utilization: the operations of a token against PyTorch's own count, and when a run shows it."""
 
-import types
-
 import pytest
 import torch
 from lab.launch import fork, metrics
@@ -11,7 +9,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 SHAPE = dict(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2)
 BFLOAT16, GPU = torch.bfloat16, torch.device("cuda")
-NO_FLAG = types.SimpleNamespace(peak_tflops=None, seq_len=128)
 
 
 @pytest.mark.parametrize("step, experts", [(8, {}), (16, dict(num_experts=0, experts_per_token=2)),
@@ -31,11 +28,11 @@ def test_operations_of_a_token(step, experts):
     ("NVIDIA A100-SXM4-80GB", BFLOAT16, 312), ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", BFLOAT16, None),
     ("NVIDIA GeForce RTX 4090 Laptop GPU", BFLOAT16, None), ("NVIDIA H100 80GB HBM3", torch.float32, None),
     ("Tesla K80", BFLOAT16, None)])
-def test_peak_by_the_name_of_the_device(name, dtype, peak, monkeypatch):
+def test_peak_by_the_name_of_the_device(name, dtype, peak, parsed, monkeypatch):
     modules = Program(8).load()
     config = modules.utils.load_config(modules.utils.TINY_LLAMA, **SHAPE)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    seconds = modules.metrics.seconds_at_peak(NO_FLAG, config, GPU, dtype, 1000)
+    seconds = modules.metrics.seconds_at_peak(parsed(modules.train), config, GPU, dtype, 1000)
     assert seconds == (peak and pytest.approx(1000 * modules.metrics.flops_per_token(config, 128) / peak / 1e12))
 
 

@@ -1,8 +1,8 @@
 """The contestants of the measurements do the same work: each peer beside one process of ours."""
 
+import argparse
 import functools
 import json
-import types
 
 import pytest
 from lab.launch import ROOT
@@ -19,7 +19,7 @@ def work(tmp_path_factory):
     tokens = measure_course.make_tokens(folder, 2 * measure_course.TOKENS_A_STEP + 1)
 
     def work(run):
-        measure_course.measure({run.name: run}, folder, tokens, types.SimpleNamespace(rounds=1, old=None))
+        measure_course.measure({run.name: run}, folder, tokens, argparse.Namespace(rounds=1))
         return measure_course.read_results(run, folder)
 
     return functools.cache(work)

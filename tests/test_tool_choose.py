@@ -1,7 +1,5 @@
 """choose.py: its formulas against the schedules, the planner and real runs of the steps; the page computes the same."""
 
-import types
-
 import pytest
 import torch
 from lab.launch import modules_of
@@ -14,6 +12,7 @@ from test_tool_site_scripts import needs_node, node
 with modules_of(9):
     import choose
     import model
+    import utils
     from planning.machines import Cluster, Pipeline, Setting
     from planning.module_memory import saved_bytes
     from planning.simulate import peak_memory
@@ -24,7 +23,6 @@ SCHEDULES = Program(11).load().virtual_stages.SCHEDULES
 TINY = Shape(128, 352, 8, 8, 4, 1024, False, 16)
 JOB = Job(TINY, seq_len=16, global_batch=8, micro_batch=2, dtype="float32", ranks=4, per_machine=8, memory=72e9,
           inside=360e9, between=40e9, flops=692e12, is_gpu=False)
-EXPERTS = ["--num_experts", 2, "--experts_per_token", 2]
 LARGE = JOB._replace(shape=PRESETS["llama-70b"], seq_len=4096, global_batch=512, micro_batch=1, dtype="bfloat16",
                      ranks=64, is_gpu=True)
 
@@ -33,8 +31,7 @@ LARGE = JOB._replace(shape=PRESETS["llama-70b"], seq_len=4096, global_batch=512,
                                            *[("cuda", "bfloat16")] * torch.cuda.is_available()])
 def test_what_a_layer_keeps_is_what_torch_keeps(device, dtype):
     """Counted by hooks. Without a GPU, what its kernels need is what the signatures of their backwards say."""
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    config = types.SimpleNamespace(**dict(zip(names, TINY)), head_dim=TINY.head_dim, rms_norm_eps=1e-5)
+    config = utils.load_config(utils.TINY_LLAMA, num_attention_heads=None)
     layer, dtype = model.DecoderLayer(config).to(device), getattr(torch, dtype)
     x = torch.randn(2, 96, TINY.hidden, dtype=dtype, device=device, requires_grad=True)
     cos, sin = model.get_cos_sin(96, TINY.head_dim, dtype, x.device, rope_theta=1e4)
@@ -82,18 +79,27 @@ def test_memory_is_that_of_the_planner(dtype, recompute):
         assert all(0.89 * ours < theirs < 1.02 * ours for ours, theirs in zip(found, expected, strict=True)), name
 
 
-@pytest.mark.parametrize("step, split, more", [
-    (11, Split(1, 2, 2, "1f1b", 0), []), (11, Split(1, 2, 2, "interleaved", 0), ["--virtual_stages", 2]),
-    (14, Split(1, 2, 2, "1f1b", 0, sp=True), ["--sequence_parallel"]),
-    (16, Split(1, 2, 2, "1f1b", 0), ["--num_experts", 4])], ids=str)
-def test_activations_of_real_runs(step, split, more):
+def flags_of(job: Job, split: Split, m: int) -> list:
+    """Those of a step that has what the split has."""
+    numbers = {f"{axis}_size": size for axis in splits.AXES if (size := getattr(split, axis)) > 1}
+    numbers |= {"zero": split.zero, "shard_size": job.shard_size, "num_experts": job.experts}
+    numbers |= {"pp_engine": split.engine} if split.pp > 1 else {}
+    numbers |= {"virtual_stages": job.virtual_stages} if split.engine.startswith("interleaved") else {}
+    switches = {"sequence_parallel": split.sp, "recompute": job.recompute, "gather_once": job.gather_once}
+    return ["--seq_len", job.seq_len, "--micro_batch_size", job.micro_batch, "--gradient_accumulation_steps", m,
+            "--dtype", job.dtype, *(word for name, value in numbers.items() if value for word in (f"--{name}", value)),
+            *(f"--{name}" for name, is_on in switches.items() if is_on)]
+
+
+@pytest.mark.parametrize("step, split", [
+    (11, Split(1, 2, 2, "1f1b", 0)), (11, Split(1, 2, 2, "interleaved", 0)), (14, Split(1, 2, 2, "1f1b", 0, sp=True)),
+    (16, Split(1, 2, 2, "1f1b", 0))], ids=str)
+def test_activations_of_real_runs(step, split):
     """The first stage of two, over two tp ranks: what autograd keeps, within 2 %. No activation is shaped as a weight.
     """
-    flags = ["--tp_size", split.tp, "--pp_size", split.pp, "--pp_engine", split.engine, "--micro_batch_size", 2, *more,
-             "--gradient_accumulation_steps", 4, "--seq_len", 24, "--max_tokens", 192, "--dtype", "float32",
-             "--num_hidden_layers", 8]
-    [kept] = run(Program(step, flags), threads(4), [Kept()]).watches
     job = JOB._replace(seq_len=24, experts=4 if step == 16 else 0)
+    flags = [*flags_of(job, split, 4), "--max_tokens", 192, "--num_hidden_layers", 8]
+    [kept] = run(Program(step, flags), threads(4), [Kept()]).watches
     _, layers, _ = split_memory.alive(split, 0, 4, splits.layers_of_chunks(job, split, 0))
     assert kept.most[0]["others"] == pytest.approx(layers * split_memory.sizes_of(job, split).layer, rel=0.02)
 
@@ -106,28 +112,20 @@ def axis_of(kind: str, group: tuple[int, ...], split: Split) -> str:
     return "tp" if distance < split.tp else "cp" if distance < split.tp * split.cp else "pp"
 
 
-@pytest.mark.parametrize("step, split, more", [
-    (11, Split(1, 2, 2, "interleaved", 0), ["--virtual_stages", 2, "--recompute"]), (11, Split(2, 1, 2, "zb", 0), []),
-    (15, Split(1, 2, 1, "-", 0, cp=2, sp=True), ["--sequence_parallel", "--recompute"]),
-    (15, Split(2, 1, 1, "-", 1, cp=2), ["--zero", 1]), (16, Split(2, 1, 2, "1f1b", 0, ep=2), [*EXPERTS, "--recompute"]),
-    (12, Split(2, 1, 2, "zb", 2), ["--zero", 2, "--recompute"]), (13, Split(2, 1, 2, "1f1b", 3), ["--zero", 3]),
-    (16, Split(2, 1, 1, "-", 3, cp=2), [*EXPERTS, "--zero", 3]),
-    (16, Split(2, 2, 1, "-", 2, sp=True), [*EXPERTS, "--zero", 2, "--sequence_parallel"]),
-    (16, Split(4, 1, 1, "-", 1, ep=2), [*EXPERTS, "--zero", 1]),
-    (16, Split(2, 1, 2, "1f1b", 3, ep=2), [*EXPERTS, "--zero", 3, "--gather_once"]),
-    (13, Split(4, 1, 1, "-", 3), ["--zero", 3, "--shard_size", 2, "--dtype", "bfloat16"]),
-    (16, Split(4, 1, 1, "-", 2), [*EXPERTS, "--zero", 2, "--shard_size", 2]),
-    *((12 + zero // 3, Split(4, 1, 1, "-", zero), ["--zero", zero, "--dtype", "bfloat16"]) for zero in (2, 3))],
-    ids=str)
-def test_bytes_sent_by_real_runs(step, split, more):
-    engine = ["--pp_engine", split.engine] if split.pp > 1 else []
-    further = [word for axis in ("cp", "ep") if (size := getattr(split, axis)) > 1 for word in (f"--{axis}_size", size)]
-    flags = ["--dp_size", split.dp, "--tp_size", split.tp, "--pp_size", split.pp, *further, *engine, "--seq_len", 16,
-             "--num_hidden_layers", 8, "--dtype", "float32", "--micro_batch_size", 2, "--max_tokens", 256 * split.dp,
-             "--gradient_accumulation_steps", 4, *more]
-    job = JOB._replace(recompute="--recompute" in more, dtype="bfloat16" if "bfloat16" in more else "float32",
-                       shard_size=2 if "--shard_size" in more else 0, gather_once="--gather_once" in more,
-                       experts=2 if step == 16 else 0)  # of which a token takes both: as many rows leave as on average
+@pytest.mark.parametrize("step, split, changes", [
+    (11, Split(1, 2, 2, "interleaved", 0), {"recompute": True}), (11, Split(2, 1, 2, "zb", 0), {}),
+    (15, Split(1, 2, 1, "-", 0, cp=2, sp=True), {"recompute": True}), (15, Split(2, 1, 1, "-", 1, cp=2), {}),
+    (16, Split(2, 1, 2, "1f1b", 0, ep=2), {"recompute": True}), (12, Split(2, 1, 2, "zb", 2), {"recompute": True}),
+    (13, Split(2, 1, 2, "1f1b", 3), {}), (16, Split(2, 1, 1, "-", 3, cp=2), {}),
+    (16, Split(2, 2, 1, "-", 2, sp=True), {}), (16, Split(4, 1, 1, "-", 1, ep=2), {}),
+    (16, Split(2, 1, 2, "1f1b", 3, ep=2), {"gather_once": True}),
+    (13, Split(4, 1, 1, "-", 3), {"shard_size": 2, "dtype": "bfloat16"}),
+    (16, Split(4, 1, 1, "-", 2), {"shard_size": 2}),
+    *((12 + zero // 3, Split(4, 1, 1, "-", zero), {"dtype": "bfloat16"}) for zero in (2, 3))], ids=str)
+def test_bytes_sent_by_real_runs(step, split, changes):
+    """Of two experts a token takes both: as many rows leave as on average."""
+    job = JOB._replace(experts=2 if step == 16 else 0, **changes)
+    flags = [*flags_of(job, split, 4), "--max_tokens", 256 * split.dp, "--num_hidden_layers", 8]
     [messages] = run(Program(step, flags), threads(4), [Messages()]).watches
     for rank, counted in enumerate(messages.of_a_step()):
         found = dict.fromkeys(splits.AXES, 0)

@@ -6,7 +6,6 @@ import random
 import resource
 import subprocess
 import sys
-import types
 from collections import Counter
 
 import pytest
@@ -16,11 +15,12 @@ from lab.ranks import processes, run, threads
 from lab.watch.held import Memory
 from lab.watch.kept import Allocated
 from lab.watch.messages import LOGGED, Messages
+from test_tool_choose import flags_of
 
 with modules_of(9):
     import dry_run
     from lab.rank_alone import alone
-    from lab.watch.dry_run import run_rank
+    from lab.watch.dry_run import DryRun, run_rank
     from lab.watch.memory import Event, Handle
     from maintain import published_runs
     from museum.faults import FAULTS
@@ -150,7 +150,8 @@ def test_the_clock_tells_usual_actions_from_what_a_step_has_once():
     first, second, third = ([("begin", "backward", i, 0), ("compute", 4.0, 0)] for i in range(3))
     waits = [("wait", each.handle) for each in sends]
     log = [*first, ("end",), *second, ("end",), *sends, *third, *waits, ("end",)]
-    clock = Clock(types.SimpleNamespace(count=types.SimpleNamespace(log=log)), machine)
+    (rank := DryRun()).count.log += log
+    clock = Clock(rank, machine)
     assert (clock.now, clock.seconds, clock.late) == (13.0, {("B", 0): 4.0}, 1.0) and clock.exposed["dp"] == 1.0
     assert clock.computing == clock.bound_by_memory == 12.0
 
@@ -202,9 +203,9 @@ def test_unlike_pipelines_end_their_step_together(capsys):
 @pytest.mark.parametrize("step, more", [(8, {}), (16, {"num_experts": 8, "experts_per_token": 3})])
 def test_one_definition_of_mfu(step, more):
     """That of the steps' metrics.py, in dry_run.py and in what_if.py."""
-    metrics = Program(step).load().metrics
-    shape = Shape(128, 352, 4, 8, 4, 1024, False, 16)
-    config = types.SimpleNamespace(**shape.config(), **{"num_experts": 0, **more})
+    modules, shape = Program(step).load(), Shape(128, 352, 4, 8, 4, 1024, False, 16)
+    metrics, utils = modules.metrics, modules.utils
+    config = utils.load_config(utils.TINY_LLAMA, num_hidden_layers=4, num_attention_heads=None, **more)
     assert flops_per_token(config, 64) == metrics.flops_per_token(config, 64)
     if not more:
         assert shape.flops(64) == metrics.flops_per_token(config, 64)
@@ -324,27 +325,15 @@ def draw(seed: int) -> tuple:
             return job, split, m, rng.randrange(pp)
 
 
-def flags_of(job, split, m: int) -> list:
-    flags = ["--model_name", "drawn", "--seq_len", job.seq_len, "--micro_batch_size", 1, "--gradient_accumulation_steps",
-             m, "--dtype", job.dtype, "--device", "cuda" if job.is_gpu else "cpu", "--zero", split.zero]
-    for axis in splits.AXES:
-        flags += [f"--{axis}_size", getattr(split, axis)]
-    flags += ["--num_experts", job.experts, *["--sequence_parallel"] * split.sp, *["--recompute"] * job.recompute]
-    flags += ["--gather_once"] * job.gather_once
-    if split.pp > 1:
-        chunks = ["--virtual_stages", job.virtual_stages] * split.engine.startswith("interleaved")
-        flags += ["--pp_engine", split.engine, *chunks]
-    return flags
-
-
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_formulas_of_random_splits(seed):
     """Weights, averages and what is sent are equal, but that an uneven shard differs by a number; gradients, too, where
     they are not divided. What a rank holds when it holds most is nearly so."""
     job, split, m, stage = draw(seed)
-    found = run_rank(STEPS["16"] / "train.py", [*map(str, flags_of(job, split, m))], job.ranks,
-                     stage * split.cp * split.tp, 8, lambda *_: 0.0, job.is_gpu, {"drawn": job.shape})
+    flags = ["--model_name", "drawn", "--device", "cuda" if job.is_gpu else "cpu", *flags_of(job, split, m)]
+    found = run_rank(STEPS["16"] / "train.py", [*map(str, flags)], job.ranks, stage * split.cp * split.tp, 8,
+                     lambda *_: 0.0, job.is_gpu, {"drawn": job.shape})
     held, sent = split_memory.held(job, split, stage, m), dict.fromkeys(splits.AXES, 0)
     for event in found.count.log:
         if isinstance(event, Event) and event.kind != "receive" and event.axis in sent and event.num_bytes > LOGGED:

@@ -21,11 +21,12 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-SCRIPT = ROOT / "cluster" / "train_distributed.py"
-STEPS, SAVED = 12, 7
+SCRIPT, EXACT = ROOT / "cluster" / "train_distributed.py", pathlib.Path(__file__)
+STEPS, SAVED = 12, 6
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
              head_dim=8)
 TEXT = "It was the best of times, it was the worst of times; it was the age of wisdom. " * 6
+PROMPT = "It was"  # of the recorded runs' samples of text
 TOPOLOGIES = {  # name -> ranks, flags: 8 micro-batches a step in each
     "one": (1, ["--num_microbatches", "8"]),
     "tp2": (2, ["--num_microbatches", "8", "--tp_size", "2"]),
@@ -63,6 +64,12 @@ def write_corpus(folder: pathlib.Path) -> pathlib.Path:
     return folder / "corpus"
 
 
+def write_answers(folder: pathlib.Path, count: int) -> None:
+    """answers.jsonl: answers of 1 to 16 words after questions of 1 to 3."""
+    rows = [{"prompt": "So? " * (1 + i % 3), "completion": "word " * (1 + i * i % 16) + "."} for i in range(count)]
+    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def flags_of(folder: pathlib.Path, name: str, model: pathlib.Path, **changes) -> list[str]:
     """Those of a run in `folder`/runs and `folder`/checkpoints, without its topology."""
     flags = {"model_name": model, "dataset_name": folder / "corpus", "seq_len": 16, "dtype": "float64", "device": "cpu",
@@ -81,6 +88,33 @@ def newest(folder: pathlib.Path, name: str) -> pathlib.Path:
     """What `latest` of a run points to."""
     run = folder / "checkpoints" / name
     return run / (run / "latest").read_text().strip()
+
+
+def tensors_of(path: pathlib.Path, kind: str = "model") -> dict:
+    """The weights of a checkpoint; with the kind "optimizer" AdamW's averages, with "" all. Each is in one file."""
+    from safetensors.torch import load_file
+
+    parts = [load_file(file) for file in path.glob(f"{kind}*.safetensors")]
+    found = {name: tensor for part in parts for name, tensor in part.items()}
+    assert len(found) == sum(map(len, parts)), "a tensor is in two files"
+    return found
+
+
+def record(folder: pathlib.Path) -> None:
+    """Runs of the same STEPS, one process's "one" and "2;1", as TOPOLOGIES has them, with checkpoints of every second
+    step; NAME.txt is what each prints. `model`: a tiny Llama without weights."""
+    from lab.launch import start_fork
+    from support.recordings import LLAMA3
+
+    write_model(folder / "model", rope_parameters=LLAMA3)
+    write_corpus(folder)
+    jobs = {}
+    for name in "one", "2;1":
+        ranks, flags = TOPOLOGIES[name]
+        words = flags_of(folder, name, folder / "model", save_every=2, keep=STEPS, sample_every=STEPS, prompt=PROMPT)
+        jobs[name] = start_fork(9, ranks, *words, *flags, script=SCRIPT)
+    for name, job in jobs.items():
+        (folder / f"{name}.txt").write_text(job.result().stdout)
 
 
 def put_nan(numbers, rank: int, step: int, optimizer, _args, _kwargs) -> None:

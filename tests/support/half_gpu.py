@@ -9,7 +9,6 @@ import os
 import pathlib
 import sys
 import time
-import types
 from unittest import mock
 
 import torch
@@ -41,14 +40,14 @@ def choose_host_memory(device: str, dtype: str):
 
 
 if has_gpu:
-    facts = types.SimpleNamespace(uuid="GPU-0", name="no GPU")
+    facts = mock.Mock(uuid="GPU-0")  # also of a stream
+    facts.name = "no GPU"
     mock.patch.multiple(
         torch.cuda, is_available=lambda: True, is_initialized=lambda: True, device_count=lambda: 8,
         set_device=lambda device: None, current_device=lambda: 0, get_device_properties=lambda device: facts,
         is_bf16_supported=lambda including_emulation: True,
         Event=Event, synchronize=lambda device=None: None, max_memory_allocated=lambda device=None: 10**9,
         empty_cache=lambda: None, mem_get_info=lambda device: (10**10, 10**10), current_stream=lambda: facts).start()
-    facts.synchronize = lambda: None
     torch.accelerator.current_accelerator = lambda check_available=False: None  # which a build for CUDA would ask
     utils.choose_device = choose_host_memory
 

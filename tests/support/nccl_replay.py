@@ -14,7 +14,6 @@ Recorder notes the operations of one rank; replay() carries out those of all ran
 """
 
 import contextlib
-import types
 from collections import deque
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
@@ -43,6 +42,25 @@ class Group(NamedTuple):
         return len(self.ranks)
 
 
+class Handle:
+    """Of a transfer, the operation `number`. The host is far ahead of it."""
+
+    def __init__(self, recorder: "Recorder", number: int):
+        self.recorder, self.number = recorder, number
+
+    def wait(self) -> None:
+        self.recorder.issue("wait", needs=[self.number])
+
+    def is_completed(self) -> bool:
+        return False
+
+    def get_future(self) -> "Handle":
+        return self
+
+    def then(self, callback) -> None:
+        self.recorder.call_behind(self.number, callback)
+
+
 class Event:
     """Is done as soon as all is done that the current stream was given before record()."""
 
@@ -63,13 +81,13 @@ class Recorder:
     first used. With `one_stream` the group has one for all that it does, as after init_process_group(device_id=...).
     """
 
-    ReduceOp = torch.distributed.ReduceOp
+    ReduceOp, ProcessGroup = torch.distributed.ReduceOp, Group
 
     def __init__(self, rank: int, world: Group, one_stream: bool = False):
         self.rank, self.world, self.one_stream = rank, world, one_stream
         self.operations: list[Operation] = []
         self.last: dict[Hashable, int] = {}  # stream -> the number of its last operation
-        self.connected, self.current = set(), "compute"
+        self.connected, self.current, self.num_groups = set(), "compute", 0
 
     def issue(self, label: str, stream: Hashable = "compute", needs: Iterable[int] = (), **meeting) -> int:
         """Notes an operation on a stream and returns its number."""
@@ -84,7 +102,7 @@ class Recorder:
     def issued_on(self, stream: Hashable) -> list[int]:
         return [self.last[stream]] if stream in self.last else []
 
-    def transfer(self, label: str, group: Group, ranks: tuple[int, ...], meeting: tuple) -> types.SimpleNamespace:
+    def transfer(self, label: str, group: Group, ranks: tuple[int, ...], meeting: tuple) -> Handle:
         """Notes a transfer and returns its handle."""
         communicator = group if self.one_stream else (group, meeting[0], ranks)
         if not self.one_stream and communicator not in self.connected:
@@ -92,10 +110,7 @@ class Recorder:
             self.block(step := f"connect before {label}", self.last.values())  # to allocate buffers
             self.block(step, [self.issue(step, communicator, meeting=("connect",), ranks=ranks)])
         needs = self.issued_on("compute")
-        number = self.issue(label, communicator, needs, meeting=meeting, ranks=ranks)
-        future = types.SimpleNamespace(then=lambda callback: self.call_behind(number, callback))
-        return types.SimpleNamespace(wait=lambda: self.issue("wait", needs=[number]), get_future=lambda: future,
-                                     is_completed=lambda: False)  # the host is far ahead
+        return Handle(self, self.issue(label, communicator, needs, meeting=meeting, ranks=ranks))
 
     def call_behind(self, number: int, callback) -> None:
         """As torch calls what is to follow a transfer: at once, on a stream of its own that waits for the transfer."""
@@ -104,11 +119,11 @@ class Recorder:
         callback(None)
         self.current = "compute"
 
-    def isend(self, tensor: torch.Tensor, peer: int, group: Group) -> types.SimpleNamespace:
+    def isend(self, tensor: torch.Tensor, peer: int, group: Group) -> Handle:
         pair, meeting = tuple(sorted((self.rank, peer))), ("message", self.rank, peer, tensor.shape)
         return self.transfer(f"send to {peer} in {group.name}", group, pair, meeting)
 
-    def irecv(self, tensor: torch.Tensor, peer: int, group: Group) -> types.SimpleNamespace:
+    def irecv(self, tensor: torch.Tensor, peer: int, group: Group) -> Handle:
         pair, meeting = tuple(sorted((self.rank, peer))), ("message", peer, self.rank, tensor.shape)
         return self.transfer(f"receive from {peer} in {group.name}", group, pair, meeting)
 
@@ -128,6 +143,17 @@ class Recorder:
 
     def get_backend(self) -> str:
         return "nccl"
+
+    def get_rank(self) -> int:
+        return self.rank
+
+    def get_world_size(self) -> int:
+        return self.world.size()
+
+    def new_group(self, ranks: Iterable[int], *_, **__) -> Group:
+        """All ranks make equally many, so that a group has one number on all of its ranks."""
+        self.num_groups += 1
+        return Group(f"group {self.num_groups}", tuple(ranks))
 
     @contextlib.contextmanager
     def as_cuda(self):
