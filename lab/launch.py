@@ -187,15 +187,15 @@ def losses(log_dir, run_name: str = "default_run") -> list[float]:
 def modules_of(step: int | str):
     """Inside the block `import model` and the like find the modules of that step, and forget them afterwards.
 
-    So are those of cluster/, which import the step's. What was imported before the block is there again after it.
+    So are those of cluster/ and tools/, which import the step's. What was imported before it is there again after it.
     """
     folder = STEPS[str(step)]
-    names, cluster = {path.stem for path in folder.glob("*.py")}, f"{ROOT / 'cluster'}{os.sep}"
+    names, rooms = {path.stem for path in folder.glob("*.py")}, (f"{ROOT / 'cluster'}{os.sep}", f"{ROOT / 'tools'}{os.sep}")
 
     def forget() -> dict:
-        """Those of the step and of cluster/ that are imported."""
+        """Those of the step, of cluster/ and of tools/ that are imported."""
         found = {name: module for name, module in sys.modules.items()
-                 if name in names or (getattr(module, "__file__", None) or "").startswith(cluster)}
+                 if name in names or (getattr(module, "__file__", None) or "").startswith(rooms)}
         for name in found:
             del sys.modules[name]
         return found

@@ -13,7 +13,6 @@ from support.checkpoint_runs import SCRIPT, flags_of, newest, write_corpus, writ
 from test_cluster_replan import MADE_UP
 
 with modules_of(9):
-    import train_distributed
     from data.batches import Data
     from dataloader import deal_microbatches
     from model import cross_entropy
@@ -215,16 +214,3 @@ def test_a_lost_replica_costs_its_part_of_a_round(world_of_one, folder, run_code
     assert [row["loss"] for row in metrics(folder / "runs", "lost")] == pytest.approx(losses, abs=1e-11)
     found = saved_weights(newest(folder, "lost"))
     assert max((found[each] - weights[each]).abs().max() for each in found) <= 1e-11
-
-
-def test_flags_that_do_not_go_together(monkeypatch):
-    for flags, expected in (
-            (["--outer_momentum", 0.5], "--outer_momentum without local steps: add --local_steps 50"),
-            (["--local_steps", 4, "--outer_momentum", 1], "--outer_momentum: must be from 0 to less than 1, got 1"),
-            (["--local_steps", 4, "--plan", "plan.json"], "--plan with --local_steps"),
-            (["--local_steps", 4, "--save_every", 6], "--save_every 6 is no multiple of --local_steps 4"),
-            (["--local_steps", 4, "--num_microbatches", "2,1"], "--local_steps in an elastic run")):
-        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3" if "elastic" in expected else "0")
-        monkeypatch.setattr("sys.argv", ["train_distributed.py", *map(str, flags)])
-        with pytest.raises(ValueError, match=re.escape(expected)):
-            train_distributed.parse_args()

@@ -61,20 +61,3 @@ def test_the_script_trains_as_one_process(tmp_path):
     cut, whole = losses(tmp_path, "cut"), losses(tmp_path, "whole")
     assert len(cut) == 5 and whole[-1] < whole[0]
     assert max(abs(a - b) for a, b in zip(cut, whole)) <= 1e-11
-
-
-@pytest.mark.parametrize("config, flags, message", [
-    (transformers.GPTNeoConfig(hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]]),
-     ["--random_weights", "--pp_size", 2],
-     "Auto policy for transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoForCausalLM is not implemented: it has no plan"),
-    (transformers.GptOssConfig(**TOY), ["--random_weights", "--tp_size", 2],
-     "Tensor parallelism for transformers.models.gpt_oss.modeling_gpt_oss.GptOssForCausalLM is not implemented, since "
-     "it has no plan (base_model_tp_plan). Use tp_size 1"),
-    (transformers.Qwen3Config(**TOY), ["--pp_size", 2],
-     "has neither model.safetensors nor model.safetensors.index.json"),
-], ids=["no plan", "no plan for tp", "no weights"])
-def test_errors_of_the_script(tmp_path, config, flags, message):
-    done = fork(9, 2, "--model_name_or_path", save(tmp_path / "model", config, False), *flags, "--device", "cpu",
-                "--seq_len", 16, "--log_dir", tmp_path, script=SCRIPT, modules=MODELS, check=False)
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("error: ") == 1, done.stderr
-    assert "Traceback" not in done.stderr
