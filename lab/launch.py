@@ -34,6 +34,7 @@ SLOTS = max(4, 2 * CORES // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
 # at the same time, or one larger job: of this process, which may be one of several that run tests
 
 
+ROOMS = ("cluster", "tools")  # whose modules import those of a step
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES}
 
 
@@ -190,7 +191,7 @@ def modules_of(step: int | str):
     So are those of cluster/ and tools/, which import the step's. What was imported before it is there again after it.
     """
     folder = STEPS[str(step)]
-    names, rooms = {path.stem for path in folder.glob("*.py")}, (f"{ROOT / 'cluster'}{os.sep}", f"{ROOT / 'tools'}{os.sep}")
+    names, rooms = {path.stem for path in folder.glob("*.py")}, tuple(f"{ROOT / room}{os.sep}" for room in ROOMS)
 
     def forget() -> dict:
         """Those of the step, of cluster/ and of tools/ that are imported."""

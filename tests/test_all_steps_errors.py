@@ -12,12 +12,11 @@ import sys
 import uuid
 
 import pytest
+from lab.launch import ROOT, STEPS, environment, fork, modules_of, torchrun
+from lab.program import Program
 from maintain.processes import processes
 from support.recordings import LLAMA3
 from support.refusals import SECONDS, end_of, require_refused, short_run
-
-from lab.launch import ROOT, STEPS, environment, fork, modules_of, torchrun
-from lab.program import Program
 
 TINY = ROOT / "assets" / "tiny_llama"
 
@@ -214,15 +213,15 @@ def test_model_directories(tmp_path, changes, files, expected):
 @pytest.mark.parametrize("files, expected", [
     ({"empty.txt": b""}, ["holds 1 tokens", "seq_len + 1 = 33", "--seq_len"]),
     ({"short.txt": b"a few words"}, ["fewer than", "seq_len + 1 = 33", "larger corpus"]),
-    ({"latin1.txt": "caf\u00e9 ".encode("latin-1") * 100}, ["has to be UTF-8", "latin1.txt"]),
+    ({"latin1.txt": "caf\u00e9 ".encode("latin-1") * 100}, ["latin1.txt", "has to be UTF-8"]),
     ({"no_text.jsonl": b'{"story": "once"}\n' * 50}, ["no string in a column 'text'", "story"]),
     ({"numbers.jsonl": b'{"text": 5}\n' * 50}, ["row 1 has no string in a column 'text'"]),
     ({"broken.jsonl": b'{"text": "a"}\n{"text": \n'}, ["broken.jsonl"]),
     ({"empty.jsonl": b""}, ["empty.jsonl"]),
     ({"rubbish.parquet": b"rubbish" * 50}, ["rubbish.parquet", "can't be read"]),
     ({"picture.png": b"\x89PNG"}, [".txt", "found none"]),
-    ({"a.txt": b"words", "b.jsonl": b"words"}, ["found jsonl, txt", "one kind"]),
-    ({}, ["found none", "one kind"]),
+    ({"a.txt": b"words", "b.jsonl": b"words"}, ["one kind", "found jsonl, txt"]),
+    ({}, ["one kind", "found none"]),
 ], ids=lambda value: ",".join(value))
 def test_corpora(tmp_path, files, expected):
     """A file, or a folder."""

@@ -6,9 +6,8 @@ import sys
 
 import pytest
 import torch
-from torch.distributed.run import get_args_parser
-
 from lab.launch import ROOT, STEPS, modules_of
+from torch.distributed.run import get_args_parser
 
 with modules_of(9):
     import three_stages_simple_pp as three_stages

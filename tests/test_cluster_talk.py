@@ -16,6 +16,7 @@ from lab.launch import ROOT, environment, fork, modules_of, torchrun
 from maintain.processes import eventually
 from support.checkpoint_runs import SCRIPT as TRAIN
 from support.checkpoint_runs import flags_of, write_corpus, write_model
+from support.refusals import end_of, require_refused
 
 with modules_of(9):
     import generate
@@ -325,10 +326,8 @@ def test_mistakes(folder, ranks, words, message):
     (large / "config.json").write_text(json.dumps({**config, "vocab_size": 10**12}))
     names = {"large": large, "gpt2": adapter_of(folder, "gpt2"), "beams": beams_of(folder), "deeper": deeper,
              **{kind: model_of(folder, kind) for kind in ("qwen3_next", "mamba2")}}
-    done = write(ranks, "--checkpoint", model_of(folder, "llama"), "--max_new_tokens", NEW,
-                 *(word.format(**names) for word in words), check=False)
-    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
-    assert len(re.findall("^error: ", done.stderr, re.MULTILINE)) == 1, done.stderr
+    flags = ["--checkpoint", model_of(folder, "llama"), "--max_new_tokens", NEW, *(word.format(**names) for word in words)]
+    require_refused(*end_of("cluster/generate.py", ranks, [*CPU, *flags]), message)
 
 
 @pytest.mark.parametrize("dtype, device, chosen, stored, expected", [

@@ -112,7 +112,7 @@ cluster/train_distributed.py --local_steps 4
   --save_every 6 | --save_every 6 is no multiple of --local_steps 4
   TORCHELASTIC_MAX_RESTARTS=3 --num_microbatches 2,1 | --local_steps in an elastic run
 cluster/train_distributed.py --equal_shares --model_name $LLAMA --dataset_name $TEXT --seq_len 16 --device cpu \
-    --batch_size 1 --max_steps 2 --lora_rank 4 --num_microbatches 8 --log_dir $HERE --checkpoint_dir $HERE \
+    --batch_size 1 --max_steps 2 --lora_rank 4 --num_microbatches 2 --log_dir $HERE --checkpoint_dir $HERE \
     --dtype float64
   --lora_targets q_proj,query | have no matrix 'query': choose among q_proj, k_proj, v_proj, o_proj,
   --lora_rank 99999999999999999999999 | the matrices have 32 rows or columns at most
@@ -122,12 +122,23 @@ cluster/train_distributed.py --equal_shares --model_name $LLAMA --dataset_name $
   --tp_size 2 --lora_dropout 0.1 | --tp_size 2 with --lora_dropout 0.1: tensor-parallel ranks would
   x3 --tp_size 3 | num_attention_heads=4 cannot be split over tp_size=3: use a tp_size that divides 4
 cluster/train_distributed.py --equal_shares --model_name $LLAMA --dataset_name $TEXT --seq_len 16 --device cpu \
-    --batch_size 1 --max_steps 2 --lora_rank 4 --num_microbatches 8 --log_dir $HERE --checkpoint_dir $HERE \
+    --batch_size 1 --max_steps 2 --lora_rank 4 --num_microbatches 2 --log_dir $HERE --checkpoint_dir $HERE \
     --dtype float32 --base_bits 4
   --resume $OTHER --lora_alpha 4 | was saved with --base_bits None, but this run has 4: give the same
   --dtype float64 | --base_bits 4 with --dtype float64: what is unpacked
   --base_bits 8 | argument --base_bits: invalid choice: 8 (choose from 4)
   --tp_size 2 | --tp_size 2 with --base_bits 4: numbers share a scale
+cluster/train_distributed.py --equal_shares --resume $SAVED --model_name $BARE --dataset_name $TEXT --seq_len 16 \
+    --device cpu --batch_size 1 --max_steps 6 --num_microbatches 2 --log_dir $HERE --checkpoint_dir $HERE
+  --model_name $WIDER | $SAVED ... hidden_size 32, now 64: give the same
+  --model_name $DEEPER | $SAVED ... is of another model
+  --model_name $HEADS | $SAVED ... head_dim 8, now 16; num_attention_heads 4, now 2; num_key_value_heads 4, now 2: give
+  --model_name $ROTARY | $SAVED ... computes something else: rope_parameters {
+  --batch_size 3 | $SAVED ... was saved with global_batch=2, but this run has 6
+  --seq_len 9 | $SAVED ... was saved with seq_len=16, but this run has 9
+  --max_steps_per_epoch 3 | $SAVED ... was saved with --max_steps_per_epoch None, but this run has 3
+  --seed 7 | $SAVED ... seed=42, but this run has 7
+  --dataset_name sotu | $SAVED ... was trained on other data than --dataset_name 'sotu'
 cluster/generate.py
   WORLD_SIZE=1 --checkpoint model --prompt We --pipelines 6 | divides the model among several processes
   --checkpoint model --prompt $RED | has control characters
@@ -241,7 +252,7 @@ lab/__main__.py 8
   --edit train.py "optimizer.step()" "(" | was never closed (train.py
 lab/__main__.py 8 --pp_size 2 --num_hidden_layers 2 --gradient_accumulation_steps 1 --max_tokens 16
   --rank 2 | --rank 2: the ranks are 0 to 1
-  --stop train.py:{3,9999} | --stop train.py:{}: {this line has no code,has no code}
+  --stop train.py:{3,9999} | --stop train.py:{}: this line has no code, choose another one, such as 1
   --stop nothing.py:3 | --stop nothing.py:3: not in step8_
   --stop {PipelineParallel,message:0} | {a function's name,Write FILE:LINE}
   --stop train.py:150 | can't read commands (pytest: reading from stdin while output is captured

@@ -12,8 +12,7 @@ import sys
 from unittest import mock
 
 import torch.distributed as dist
-
-from lab.launch import MODELS, ROOT, fork, modules_of
+from lab.launch import ROOT, fork, modules_of
 from lab.program import Program
 from lab.thread_ranks import World
 
@@ -73,7 +72,7 @@ def end_of(script: str, ranks: int, words: list, **env: str) -> tuple[int, str]:
             return in_threads(script, ranks, words)
         if ranks == 1:
             return in_this_process(ROOT / script, words)
-    done = fork(9, ranks, *words, script=ROOT / script, check=False, timeout=SECONDS, env=env, modules=MODELS)
+    done = fork(9, ranks, *words, script=ROOT / script, check=False, timeout=SECONDS, env=env, modules=["peft"])
     return done.returncode, done.stderr
 
 
