@@ -37,22 +37,13 @@ def test_all_families():
     assert not [line for line in found if line[2] in ("unequal", "failed")]
 
 
-def save(folder, config, with_weights: bool) -> str:
-    """A directory as on the Hub, with the tokenizer of the tiny Llama."""
-    shutil.copytree(ROOT / "assets" / "tiny_llama", folder)
-    if with_weights:
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        for param in model.parameters():
-            param.data.normal_(0, 0.1).add_(1 if param.dim() == 1 else 0)
-        model.save_pretrained(folder)
-    else:
-        config.save_pretrained(folder)
-    return str(folder)
-
-
 def test_the_script_trains_as_one_process(tmp_path):
-    directory = save(tmp_path / "model", transformers.Qwen3Config(**TOY), with_weights=True)
+    directory = shutil.copytree(ROOT / "assets" / "tiny_llama", tmp_path / "model")  # for its tokenizer
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**TOY))
+    for param in model.parameters():
+        param.data.normal_(0, 0.1).add_(1 if param.dim() == 1 else 0)
+    model.save_pretrained(directory)
     flags = ["--model_name_or_path", directory, "--dtype", "float64", "--device", "cpu", "--seq_len", 16, "--log_dir",
              tmp_path, "--max_tokens", 16 * 4 * 3 * 5]
     topology = ["--pipelines", "4;3,1", "--num_microbatches", "2,1"]

@@ -121,13 +121,10 @@ cluster/train_distributed.py --equal_shares --model_name $LLAMA --dataset_name $
   --resume $OTHER --lora_alpha 8 | was saved with --lora_alpha 4.0, but this run has 8.0
   --tp_size 2 --lora_dropout 0.1 | --tp_size 2 with --lora_dropout 0.1: tensor-parallel ranks would
   x3 --tp_size 3 | num_attention_heads=4 cannot be split over tp_size=3: use a tp_size that divides 4
-cluster/train_distributed.py --equal_shares --model_name $LLAMA --dataset_name $TEXT --seq_len 16 --device cpu \
-    --batch_size 1 --max_steps 2 --lora_rank 4 --num_microbatches 2 --log_dir $HERE --checkpoint_dir $HERE \
-    --dtype float32 --base_bits 4
-  --resume $OTHER --lora_alpha 4 | was saved with --base_bits None, but this run has 4: give the same
-  --dtype float64 | --base_bits 4 with --dtype float64: what is unpacked
+  --base_bits 4 --dtype float32 --resume $OTHER --lora_alpha 4 | was saved with --base_bits None, but this run has 4:
+  --base_bits 4 | --base_bits 4 with --dtype float64: what is unpacked
   --base_bits 8 | argument --base_bits: invalid choice: 8 (choose from 4)
-  --tp_size 2 | --tp_size 2 with --base_bits 4: numbers share a scale
+  --base_bits 4 --dtype float32 --tp_size 2 | --tp_size 2 with --base_bits 4: numbers share a scale
 cluster/train_distributed.py --equal_shares --resume $SAVED --model_name $BARE --dataset_name $TEXT --seq_len 16 \
     --device cpu --batch_size 1 --max_steps 6 --num_microbatches 2 --log_dir $HERE --checkpoint_dir $HERE
   --model_name $WIDER | $SAVED ... hidden_size 32, now 64: give the same
@@ -147,22 +144,19 @@ cluster/generate.py
 cluster/hosts/launch_cluster.py
   {$NONE,$BINARY,$HERE} --check | error: {} can't be read (
   $NONE --sudo_pas c0rrect-h0rse -- x.py | --sudo_pas: no such flag
+  PATH=$TOOLS --elastic 1:2 {$IPV6,$TWICE} -- x.py | {b has one of IPv6: give it another,twice: give each host}
   $NONE x.py c0rrect-h0rse | write -- before the script
   $NONE --status -- x.py --sudo_pass c0rrect-h0rse | warning: --sudo_pass is ignored ... / ... --status starts nothing
 cluster/hosts/launch_cluster.py $ABC
-  | nothing to start
+  {--detach --check,} | nothing to start
   --port 70000 --check | --port 70000: a port is a number from 1 to 65535
   --env "A B=1" --check | 'A B=1': write NAME=VALUE
   --detach --attach | --attach: not allowed with argument --detach
   --attach -- x.py | --attach starts nothing: it takes no script
   --stop --elastic 1:2 | --stop starts nothing: it takes no script, and no flag but hosts.txt
-  --detach --check | nothing to start
   PATH=$TOOLS --attach | no host of $ABC that answers has a detached run: start one by --detach
   --elastic {3:2,0:2,2:} -- x.py | '{}': write MIN:MAX
   --elastic 4:5 -- x.py | error: --elastic 4:5 needs 4 hosts to begin with, but $ABC has 3
-cluster/hosts/launch_cluster.py --elastic 1:2 PATH=$TOOLS
-  $IPV6 -- x.py | but b has one of IPv6: give it another address=
-  $TWICE -- x.py | has one of them twice: give each host an addr
 tools/what_if.py
   | say which machines: --cluster 64xH100:8, or --cards 16+12+8
   --cluster 8xH100@0gbit | --cluster ...@0gbit: write a rate
