@@ -34,6 +34,7 @@ SLOTS = max(4, 2 * CORES // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
 # at the same time, or one larger job: of this process, which may be one of several that run tests
 
 
+ROOMS = ("cluster", "tools")  # whose modules import those of a step
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES}
 
 
@@ -187,15 +188,15 @@ def losses(log_dir, run_name: str = "default_run") -> list[float]:
 def modules_of(step: int | str):
     """Inside the block `import model` and the like find the modules of that step, and forget them afterwards.
 
-    So are those of cluster/, which import the step's. What was imported before the block is there again after it.
+    So are those of cluster/ and tools/, which import the step's. What was imported before it is there again after it.
     """
     folder = STEPS[str(step)]
-    names, cluster = {path.stem for path in folder.glob("*.py")}, f"{ROOT / 'cluster'}{os.sep}"
+    names, rooms = {path.stem for path in folder.glob("*.py")}, tuple(f"{ROOT / room}{os.sep}" for room in ROOMS)
 
     def forget() -> dict:
-        """Those of the step and of cluster/ that are imported."""
+        """Those of the step, of cluster/ and of tools/ that are imported."""
         found = {name: module for name, module in sys.modules.items()
-                 if name in names or (getattr(module, "__file__", None) or "").startswith(cluster)}
+                 if name in names or (getattr(module, "__file__", None) or "").startswith(rooms)}
         for name in found:
             del sys.modules[name]
         return found

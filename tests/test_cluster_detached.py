@@ -80,16 +80,6 @@ def numbers(run: Launch, label: str) -> list[int]:
     return [int(match[1]) for line in run.lines if (match := re.match(rf"{label} +\| number (\d+)", line))]
 
 
-def test_flags_that_do_not_go_together(hosts):
-    for words, message in (
-            ("--detach --attach", "--attach: not allowed with argument --detach"),
-            ("--attach -- x.py", "--attach starts nothing: it takes no script"),
-            ("--stop --elastic 1:2", "--stop starts nothing: it takes no script, and no flag but hosts.txt"),
-            ("--detach --check", "nothing to start"),
-            ("--attach", "no host of .*hosts.txt that answers has a detached run: start one by --detach")):
-        assert hosts.launch(words).expect(2, message).count("error: ") == 1
-
-
 def test_a_run_outlives_its_launcher(hosts):
     text = hosts.expect(0, "--detach --elastic 1:3 --env TOKEN=hidden", "--attach shows what it prints")
     assert text.count("launch_cluster: ") == 2

@@ -65,18 +65,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """))
 
 
-@pytest.mark.parametrize("hosts, count, message", [
-    ("abc", "3:2", "'3:2': write MIN:MAX"), ("abc", "0:2", "'0:2': write MIN"), ("abc", "2:", "'2:': write MIN:MAX"),
-    ("abc", "4:5", "error: --elastic 4:5 needs 4 hosts to begin with, but .*hosts.txt has 3"),
-    (["a address=10.0.0.1", "b address=fd00::2"], "1:2", "but b has one of IPv6: give it another address="),
-    (["a address=10.0.0.1", "b address=10.0.0.1"], "1:2", "has one of them twice: give each host an addr"),
-])
-def test_hosts_that_can_not_be_an_elastic_run(tools, tmp_path, hosts, count, message):
-    listed = write_hosts(tmp_path, *(lines_of(tools, hosts) if isinstance(hosts, str) else hosts))
-    code, text = Launch(listed, "--elastic", count, "--", "x.py", tools=tools).end()
-    assert code == 2 and re.search(message, text) and text.count("error: ") == 1 and " | " not in text, text
-
-
 def test_a_run_that_is_not_elastic_has_torchrun():
     words = host_run.torchrun(JOB)
     assert words[words.index("--node-rank") + 1] == "1" and words[-3:] == JOB["command"]

@@ -90,17 +90,6 @@ def test_a_model_that_fits_in_4_bits_only(tmp_path):
     assert [line["plan"] for line in found] == [None, None], "each machine may hold the whole model"
 
 
-@pytest.mark.parametrize("ranks, flags, message", [
-    (1, ["--base_bits", 4], "--base_bits are for LoRA: add --lora_rank, or leave them out"),
-    (2, ["--base_bits", 4, "--lora_rank", 4, "--tp_size", 2], "--tp_size 2 with --base_bits 4: numbers share a scale"),
-    (1, ["--base_bits", 4, "--lora_rank", 4, "--dtype", "float64"], "--base_bits 4 with --dtype float64: what is unpacked"),
-    (1, ["--base_bits", 8, "--lora_rank", 4], "argument --base_bits: invalid choice: 8 (choose from 4)")])
-def test_mistakes(folder, tmp_path, ranks, flags, message):
-    words = flags_of(tmp_path, "wrong", folder / "llama", dataset_name=folder / "text.txt", dtype="float32", max_steps=3)
-    done = fork(9, ranks, *words, "--num_microbatches", "8", *flags, script=SCRIPT, check=False)
-    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
-
-
 def test_without_bitsandbytes(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ValueError, match="LoRA needs the library bitsandbytes: pip install bitsandbytes"):

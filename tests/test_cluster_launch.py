@@ -150,21 +150,10 @@ def test_a_host_answers_without_torch_and_without_the_tutorial(tmp_path):
     assert re.fullmatch(r"\d+\.\d GB", report["cells"]["memory"])
 
 
-def test_one_clear_error(tools, tmp_path):
-    """Of hosts.txt that can't be read, of a flag, and of a host."""
-    (tmp_path / "binary").write_bytes(b"a\nb \xff\n")
-    hosts, bare = write_hosts(tmp_path, "a"), tmp_path / "bare.txt"
-    bare.write_text("a python=/nowhere/python\n")
-    ends = (
-            ([tmp_path / "none", "--check"], 2, f"error: {tmp_path}/none can't be read ("),
-            ([tmp_path / "binary", "--check"], 2, f"error: {tmp_path}/binary can't be read ("),
-            ([tmp_path, "--check"], 2, f"error: {tmp_path} can't be read ("), ([hosts], 2, "nothing to start"),
-            ([hosts, "--port", "70000", "--check"], 2, "--port 70000: a port is a number from 1 to 65535"),
-            ([hosts, "--env", "A B=1", "--check"], 2, "'A B=1': write NAME=VALUE"),
-            ([bare, "--", "x.py"], 127, "no Python: can't start /nowhere/python there: give this host a python="))
-    for run, (_, code, message) in [(Launch(*each[0], tools=tools), each) for each in ends]:
-        found, text = run.end()
-        assert found == code and message in text and text.count("error: ") == (code == 2), text
+def test_a_host_without_its_python(tools, tmp_path):
+    code, text = Launch(write_hosts(tmp_path, "a python=/nowhere/python"), "--", "x.py", tools=tools).end()
+    assert code == 127 and "error: " not in text, text
+    assert "no Python: can't start /nowhere/python there: give this host a python=" in text
 
 
 def test_a_connection_ends_its_own_processes_only():

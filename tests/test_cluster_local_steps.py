@@ -12,7 +12,6 @@ from support.checkpoint_runs import SCRIPT, flags_of, newest, tensors_of, write_
 from test_cluster_replan import MADE_UP
 
 with modules_of(9):
-    import train_distributed
     from data.batches import Data
     from dataloader import deal_microbatches
     from model import cross_entropy
@@ -37,14 +36,15 @@ def folder(tmp_path_factory):
     return folder
 
 
-def words_of(folder, name: str, rounds: int = ROUNDS, **changes) -> list:
-    return flags_of(folder, name, folder / "model", max_steps=rounds * STEPS, save_every=2 * STEPS, lr_decay="none",
-                    learning_rate=RATE, warmup_steps=WARMUP * STEPS, local_steps=STEPS, **changes) + OUTER
+def words(folder, name: str, rounds: int = ROUNDS, **changes) -> list:
+    return [*flags_of(folder, name, folder / "model", max_steps=rounds * STEPS, save_every=2 * STEPS, lr_decay="none",
+                      learning_rate=RATE, warmup_steps=WARMUP * STEPS, local_steps=STEPS, **changes), *OUTER]
 
 
-def start(folder, name: str, topology: str, *more, rounds: int = ROUNDS):
+def train(folder, name: str, topology: str, *more, rounds: int = ROUNDS) -> str:
+    """What it prints."""
     ranks, flags, _ = TOPOLOGIES[topology]
-    return start_fork(9, ranks, *words_of(folder, name, rounds), *flags, *more, script=SCRIPT)
+    return fork(9, ranks, *words(folder, name, rounds), *flags, *more, script=SCRIPT).stdout
 
 
 class Replica:
@@ -114,27 +114,18 @@ def written_out(folder, sizes: list[int], *steps: list[int], lost: dict[int, int
     return {their_name(name): mean for name, mean in zip(names, agreed)}, losses
 
 
-def require_written_out(folder, name: str, sizes: list[int], *steps: list[int], **options) -> None:
-    """Losses and saved weights of a run are those of written_out()."""
-    weights, losses = written_out(folder, sizes, *steps, **options)
-    assert [row["loss"] for row in metrics(folder / "runs", name)] == pytest.approx(losses, abs=1e-11)
-    found = {name: value for file in newest(folder, name).glob("model-*.safetensors")
-             for name, value in load_file(file).items()}
-    assert max((found[each] - weights[each]).abs().max() for each in found) <= 1e-11
-
-
 @pytest.mark.parametrize("name", ["machines", "pipelines", "tensor-parallel"])
 def test_the_paper_written_out(world_of_one, folder, name):
-    start(folder, name, name).result()
-    require_written_out(folder, name, TOPOLOGIES[name][2])
+    train(folder, name, name)
+    check(folder, name, *written_out(folder, TOPOLOGIES[name][2]))
 
 
 def test_a_run_that_goes_on_over_other_machines(world_of_one, folder):
     """Two pipelines, then two tensor-parallel pairs from the third round on; the replicas take what they took."""
-    start(folder, "moved", "pipelines", rounds=2).result()
-    said = start(folder, "moved", "tensor-parallel", "--resume", "auto").result().stdout
-    assert "going on after step 2" in said
-    require_written_out(folder, "moved", TOPOLOGIES["pipelines"][2])
+    train(folder, "moved", "pipelines", rounds=2)
+    assert "going on after step 2" in train(folder, "moved", "tensor-parallel", "--resume", "auto")
+    _, losses = written_out(folder, TOPOLOGIES["pipelines"][2])
+    assert [row["loss"] for row in metrics(folder / "runs", "moved")] == pytest.approx(losses, abs=1e-11)
 
 
 def test_an_outer_step_of_one_averages_weights(folder, run_code):
@@ -173,18 +164,17 @@ def test_rounds_by_speed_with_everything_around_them(folder):
 def test_local_steps_move_to_faster_machines(world_of_one, folder, run_code):
     """They are dealt for machines of which the second is slow; then all are equally fast."""
     measured = "\nfrom run import decide\ndecide.MEASURED.append([1.0, 3.0, 1.5][int(os.environ['RANK'])])"
-    words = words_of(folder, "moved steps", 6, gradient_accumulation=1)
-    printed = run_code("cluster", 3, MADE_UP + measured, *words[1:], then=SCRIPT.name,
-                       env={"SPEEDS": "[[0, [1, 1, 1]]]"}).stdout
+    printed = run_code("cluster", 3, MADE_UP + measured, *words(folder, "moved steps", 6, gradient_accumulation=1)[1:],
+                       then=SCRIPT.name, env={"SPEEDS": "[[0, [1, 1, 1]]]"}).stdout
     assert "local steps of a round: 3, 1, 2\n" in printed and "after step 4 work moves to faster machines" in printed
-    require_written_out(folder, "moved steps", [1, 1, 1], *[[3, 1, 2]] * 4, *[[2, 2, 2]] * 2)
+    check(folder, "moved steps", *written_out(folder, [1, 1, 1], *[[3, 1, 2]] * 4, *[[2, 2, 2]] * 2))
 
 
 LOSE_A_REPLICA = """
 import itertools, os
 from ranks.lost import MembershipChanged
-from run import decide, local_steps
-decide.MEASURED.append([1.0, 3.0, 1.5][int(os.environ["RANK"])])
+from run import local_steps, speeds
+speeds.MEASURED.append([1.0, 3.0, 1.5][int(os.environ["RANK"])])
 local_steps.is_elastic = lambda: True
 make_round, rounds = local_steps.LocalPlugin.execute_pipeline, itertools.count(1)
 
@@ -211,20 +201,7 @@ local_steps.LocalPlugin.execute_pipeline = with_a_loss
 
 def test_a_lost_replica_costs_its_part_of_a_round(world_of_one, folder, run_code):
     """The exchange of the third round fails; then the first two ranks have what they made of it, and the third not."""
-    words = words_of(folder, "lost", gradient_accumulation=1, replan="off")
-    printed = run_code("cluster", 3, LOSE_A_REPLICA, *words[1:], then=SCRIPT.name).stdout
+    printed = run_code("cluster", 3, LOSE_A_REPLICA, *words(folder, "lost", gradient_accumulation=1)[1:], "--replan",
+                       "off", then=SCRIPT.name).stdout
     assert "local steps of a round: 3, 1, 2\n" in printed
-    require_written_out(folder, "lost", [1, 1, 1], *[[3, 1, 2]] * 4, lost={2: 2})
-
-
-def test_flags_that_do_not_go_together(monkeypatch):
-    for flags, expected in (
-            (["--outer_momentum", 0.5], "--outer_momentum without local steps: add --local_steps 50"),
-            (["--local_steps", 4, "--outer_momentum", 1], "--outer_momentum: must be from 0 to less than 1, got 1"),
-            (["--local_steps", 4, "--plan", "plan.json"], "--plan with --local_steps"),
-            (["--local_steps", 4, "--save_every", 6], "--save_every 6 is no multiple of --local_steps 4"),
-            (["--local_steps", 4, "--num_microbatches", "2,1"], "--local_steps in an elastic run")):
-        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3" if "elastic" in expected else "0")
-        monkeypatch.setattr("sys.argv", ["train_distributed.py", *map(str, flags)])
-        with pytest.raises(ValueError, match=re.escape(expected)):
-            train_distributed.parse_args()
+    check(folder, "lost", *written_out(folder, [1, 1, 1], *[[3, 1, 2]] * 4, lost={2: 2}))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lab.huggingface import float64_throughout
 from lab.launch import fork, metrics
-from support.checkpoint_runs import EXACT, SCRIPT, TEXT, checkpoint, flags_of, newest, write_model
+from support.checkpoint_runs import EXACT, SCRIPT, TEXT, flags_of, newest, write_model
 
 TOLERANCE = 1e-9
 STEPS, SAMPLES, SEQ_LEN, RANK, MAX_GRAD_NORM = 3, 8, 16, 4, 0.05
@@ -238,25 +238,3 @@ def test_the_adapter_in_plain_peft(folder, tmp_path):
     assert (torch.load(out) - expected).abs().max() <= 1e-5
     with torch.no_grad(), model.disable_adapter():
         assert (model(torch.arange(32).view(2, 16)).logits - expected).abs().max() > 1e-3, "the adapter does something"
-
-
-@pytest.mark.parametrize("ranks, more, message", [
-    (1, ["--lora_targets", "q_proj,query"], "have no matrix 'query': choose among q_proj, k_proj, v_proj, o_proj, "),
-    (1, ["--lora_rank", "99999999999999999999999"], "the matrices have 32 rows or columns at most"),
-    (1, ["--tp_size", "1", "--from_scratch"], "--from_scratch is for training all weights"),
-    (1, ["--model_name", "{bare}"], "has neither model.safetensors nor model.safetensors.index.json, but config.json, tok"),
-    (1, ["--resume", "{other}", "--lora_alpha", "8"], "was saved with --lora_alpha 4.0, but this run has 8.0"),
-    (1, ["--resume", "{other}", "--lora_alpha", "4", "--base_bits", "4", "--dtype", "float32"],
-     "was saved with --base_bits None, but this run has 4: give the same"),
-    (2, ["--tp_size", "2", "--lora_dropout", "0.1"], "--tp_size 2 with --lora_dropout 0.1: tensor-parallel ranks would"),
-    (3, ["--tp_size", "3"], "num_attention_heads=4 cannot be split over tp_size=3: use a tp_size that divides 4")])
-def test_mistakes(folder, tmp_path, ranks, more, message):
-    names = {"bare": tmp_path / "bare", "other": checkpoint(folder, "other alpha", 2)}
-    if "{bare}" in more:
-        write_model(names["bare"])
-    if "{other}" in more and not names["other"].exists():
-        run(folder, "other alpha", "llama", "text", "one", max_steps=2, lora_alpha=4)
-    more = [word.format(**names) for word in more]
-    flags = flags_of(tmp_path, "wrong", folder / "llama", dataset_name=folder / "text.txt", lora_rank=RANK, max_steps=3)
-    result = fork(9, ranks, *flags, "--num_microbatches", "8", *more, script=SCRIPT, check=False, modules=["peft"])
-    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr, result.stderr

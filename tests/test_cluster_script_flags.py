@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import subprocess
 import sys
 
 import pytest
@@ -11,13 +10,10 @@ from lab.launch import ROOT, STEPS, modules_of
 from torch.distributed.run import get_args_parser
 
 with modules_of(9):
-    import generate
-    import plan
     import three_stages_simple_pp as three_stages
     import train_distributed
     import train_single_test as single_test
     from run import decide, flags, loop
-    from utils import UserError
 
 SECRET = "c0rrect-h0rse"
 MADE = argparse.Namespace(model=argparse.Namespace(config=None))
@@ -69,24 +65,8 @@ def test_flags_then_environment_then_defaults(parse):
     assert found(parse(BATCH_SIZE="", MICROBATCH_NUM=" ")) == (16, 4, 0, None)
     assert found(parse(BATCH_SIZE="6", MICROBATCH_NUM="3", PROFILE_BATCH="-1")) == (6, 3, -1, None)
     assert found(parse("--batch_size", 9, "--train_steps", 5, BATCH_SIZE="6", MICROBATCH_NUM="3")) == (9, 3, 0, 5)
-    for variable, value in ("BATCH_SIZE", "abc"), ("MICROBATCH_NUM", "0"), ("PROFILE_BATCH", "1.5"):
-        with pytest.raises(UserError, match=f"variable {variable}='{value}' is no number that --{variable.lower()} ta"):
-            parse(**{variable: value})
     for module in (three_stages, train_distributed, single_test):
         assert parse("--dtype", "float64", module=module).dtype == "float64"
-
-
-@pytest.mark.parametrize("module, flags, expected", [
-    (three_stages, ["--batch_size", 10], "--batch_size 10 is not a multiple of --microbatch_num 4"),
-    (three_stages, ["--train_steps", 0], "--train_steps: must be at least 1, got 0"),
-    (three_stages, ["--dtype", "fp16"], "--dtype: invalid choice: 'fp16'"),
-    (train_distributed, ["--adam_betas", "0.9"], "--adam_betas: must be two numbers"),
-    (train_distributed, ["--adam_betas", "1,0.9"], "0 to less than 1, got 1"),
-    (train_distributed, ["--adam_betas", "0.9,nan"], "got nan"),
-])
-def test_errors(parse, module, flags, expected):
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        parse(*flags, module=module)
 
 
 @pytest.mark.parametrize("words, kept", [
@@ -107,41 +87,6 @@ def test_a_password_leaves_the_command_line(monkeypatch, capsys, words, kept):
         three_stages.drop_password()
     assert capsys.readouterr().err.count("warning: --sudo_pass is ignored") == (kept is not None)
     assert started == ([] if kept is None else [[sys.executable, "-u", "script.py", *kept]] * 2)
-
-
-@pytest.mark.parametrize("words, said", [
-    (["hosts.txt", "--sudo_pas", SECRET, "--", "x.py"], "--sudo_pas: no such flag"),
-    (["hosts.txt", "x.py", SECRET], "write -- before the script"),
-    (["hosts.txt", "--status", "--", "x.py", "--sudo_pass", SECRET], "warning: --sudo_pass is ignored"),
-])
-def test_the_launcher_does_not_show_a_password(words, said):
-    done = subprocess.run([ROOT / "cluster" / "launch_cluster.sh", *words], capture_output=True, text=True)
-    assert done.returncode == 2 and said in done.stderr and SECRET not in done.stdout + done.stderr
-
-
-class Found(Exception):
-    """A parser that is about to read a command line."""
-
-
-@pytest.mark.parametrize("script", [train_distributed, three_stages, single_test, generate, plan],
-                         ids=lambda module: module.__name__)
-def test_every_number_has_a_range(parse, script):
-    """No flag takes what is no number, and none a negative one, but --profile_batch where -1 is for none."""
-    def stop(self, *_):
-        raise Found(self)
-
-    with pytest.raises(Found) as found, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
-        parse(module=script)
-    parser = found.value.args[0]
-    flags = [action.option_strings[-1] for action in parser._actions
-             if action.option_strings and getattr(action.type, "__name__", "") in ("int", "float")]
-    assert len(flags) > 3
-    for flag in flags:
-        for value in "nan", "", "x", "-1":
-            if (script, flag, value) != (three_stages, "--profile_batch", "-1"):
-                with pytest.raises(UserError, match=f"argument .*{flag}"):
-                    parser.parse_args([f"{flag}={value}"])
 
 
 def test_flags_of_adamw(parse):
@@ -169,9 +114,6 @@ def test_numbers_of_micro_batches(parse, monkeypatch):
         return decide.choose_shares(args, MADE, 3, told, total, None, None)
 
     monkeypatch.setattr(decide.dist, "get_world_size", lambda: 3)
-    for counts in ("4,0,1", "a,b,c", "4,,1"):
-        with pytest.raises(ValueError, match="--num_microbatches: "):
-            parse("--num_microbatches", counts, module=train_distributed)
     for counts in ("4,2", "4,2,1,1"):
         args = parse("--num_microbatches", counts, module=train_distributed)
         with pytest.raises(ValueError, match=rf"--num_microbatches {counts}: write 3 numbers"):

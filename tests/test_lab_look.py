@@ -137,22 +137,3 @@ def test_watches_of_one_rank_alone(watch, edit, words, capsys):
     unchanged, changed = capsys.readouterr().out.split("changed, rank 0 of 2 ranks")[1:]
     assert words not in unchanged and words in changed
     assert f"first difference of {watch}:" in changed and "no difference" not in changed
-
-
-@pytest.mark.parametrize("args, words", [
-    ("8 --tp_size 2 --watch types,messages", "types and messages can't watch together"), ("2 --watch waits", "choose one from 3 on"),
-    ("8 --tp_size 2 --watch types --stop afab", "watch a rank that is alone"), ("9 --watch types", "not known of step 9"), ("3 --watch types", "not known of step 3"),
-    ("8 --watch types", "one rank has no collectives"), ("8 --watch memory --stop afab", "don't go together"),
-    ("13 --dp_size 2 --zero 3 --watch types", "leave --zero out"),
-    ("99", "there is no step 99"), ("1", "choose a step from 2 on"), ("--pp_size 2 8", "the step comes first"),
-    ("", "required: step"), ("8 --pp_size 5", "use --pp_size 4 or less"), ("8 --nonsense 3", "unrecognized arguments"),
-    ("8 --picture a.jpg", "ends in .svg or .png"), ("8 --picture {file}/a.svg", "can't write"),
-    ("8 --watch foo", "there is no watch 'foo': choose from messages, schedule"),
-    ("8 --watch numbers --picture a.svg", "add it to --watch"), ("8 --profile_batch 1", "leave it out"),
-    ("8 --edit train.py import x", "contains this text 14 times, not once"), ("8 --edit none.py a b", "no none.py"),
-    ("8 --edit train.py optimizer.step() (", "was never closed (train.py")])
-def test_mistakes_are_one_line(args, words, capsys, tmp_path):
-    (tmp_path / "file").touch()
-    assert main(args.format(file=tmp_path / "file").split()) == 2
-    printed = capsys.readouterr().err
-    assert words in printed and printed.startswith("error: ") and printed.count("\n") == 1

@@ -71,18 +71,6 @@ def test_the_time_limit_does_not_run_while_one_stands_still():
     assert world.run(lambda rank: world.ask(lambda: time.sleep(1.5) or 5), timeout=0.2) == [5]
 
 
-@pytest.mark.parametrize("where, words", [
-    ("train.py:3", "--stop train.py:3: this line has no code, choose another one, such as 1"),
-    ("train.py:9999", "has no code"), ("nothing.py:3", "--stop nothing.py:3: not in step8_"),
-    ("PipelineParallel", "a function's name"), ("message:0", "Write FILE:LINE"),
-    ("train.py:150", "can't read commands (pytest: reading from stdin while output is captured"),
-    ("message:9999", "no rank ever came to message:9999, of "), ("afab", "no rank ever came to afab")])
-def test_one_sentence_for_a_stop_that_can_not_be(capsys, where, words):
-    assert main([*SMALL, "--stop", where]) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1
-
-
 @pytest.mark.parametrize("commands, code, words", [
     ("p 1\n", 0, ""), ("q\n", 1, "error: ended by `q`\n"), (None, 130, "error: interrupted\n")])
 def test_how_a_session_ends(monkeypatch, capsys, commands, code, words):
@@ -93,4 +81,3 @@ def test_how_a_session_ends(monkeypatch, capsys, commands, code, words):
     monkeypatch.setattr(sys, "stdin", Interrupted() if commands is None else io.StringIO(commands))
     assert main([*SMALL, "--stop", "train.py:150"]) == code
     assert capsys.readouterr().err == words
-    assert main([*SMALL, "--rank", "2"]) == 2 and "--rank 2: the ranks are 0 to 1" in capsys.readouterr().err

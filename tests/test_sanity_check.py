@@ -132,13 +132,3 @@ def test_rows_read_the_same_samples_and_a_failing_one_stops_no_other(check, no_f
     assert len(ranks_and_steps) == len(configs)
     code, printed = check("--log_dir", tmp_path / "runs", "--steps", 20, "--rows", "tp4")
     assert code == 0 and "Baseline:" not in printed and "| Baseline" in printed, "an earlier baseline is used"
-
-
-@pytest.mark.parametrize("words, message", [
-    (["--max_tokens", "5", "--steps", "1"], "use one of them"),
-    (["--rows", "tp4"], "holds no baseline"),
-])
-def test_wrong_flags(check, tmp_path, words, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        check("--log_dir", tmp_path, *words)
-    assert stopped.value.code == 2 and message in capsys.readouterr().err

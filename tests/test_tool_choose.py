@@ -166,33 +166,11 @@ def test_what_is_refused(split, change, said):
     assert splits.refusal(LARGE, split._replace(dp=1, tp=1, pp=1, engine="-", zero=0)) is None
 
 
-def test_nothing_fits_and_unlike_devices(capsys):
+def test_nothing_fits(capsys):
     choose.main(["--cluster", "64xH100:8", "--model_name", "llama-70b", "--shard_size", "8", "--gather_once"])
     assert "groups of 8 do not divide" in capsys.readouterr().out
     choose.main(["--model_name", "llama-2-7b", "--optimizer", "muon"])
     assert "Muon with cp" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="needs [0-9.]+ GB; take more ranks, --recompute"):
-        choose.main(["--cluster", "8xH100:8", "--model_name", "llama-70b"])
-    with pytest.raises(ValueError, match="are alike, use tools/what_if.py"):
-        choose.main(["--cluster", "1xH100+1xA100"])
-
-
-@pytest.mark.parametrize("flags, said", [
-    ("--num_experts 4 --experts_per_token 5", "--experts_per_token 5 is more than --num_experts 4: lower it"),
-    ("--experts_per_token 3", "--experts_per_token 3 is more than --num_experts 0"),
-    *((f"--memory_fraction {value}", f"--memory_fraction: must be more than 0 and at most 1, got {value}")
-      for value in ("-1", "0", "nan", "inf", "5")), ("--memory_fraction abc", "--memory_fraction: invalid float"),
-    ("--peak_tflops nan", "--peak_tflops: must be a number from 1e-9"), ("--device_memory -1", "--device_memory: must"),
-    ("--efficiency 2", "--efficiency 2.0: a share"), ("--virtual_stages 1", "--virtual_stages: must be at least 2"),
-    ("--num_experts -1", "--num_experts: must be 0 or more"), ("--micro_batch_size 0", "must be at least 1, got 0"),
-    ("--micro_batch_size 3", "--micro_batch_size 3 does not divide --global_batch 512"),
-    ("--cluster 7xH100:1 --model_name llama-1b --global_batch 3 --shard_size 5", "no split of 7 ranks is to be had; "),
-    ("--shard_size -1", "--shard_size: must be 0 or more"), ("--seq_len nan", "--seq_len: invalid int"),
-    ("--cluster 1000000xH100:8", "write the number"), ("--model_name /nowhere", "there is no such path")])
-def test_odd_flags(flags, said):
-    with pytest.raises(ValueError) as error:
-        choose.main(flags.split())
-    assert said in str(error.value) and "\n" not in str(error.value)
 
 
 def test_one_expert():

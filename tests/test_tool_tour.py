@@ -121,9 +121,3 @@ def test_tour_prints_plainly_without_a_terminal(play):
     assert "    4   print(model.length(4))" in out and '$ echo "place 7"\n\nLook for: place 7' in out
     assert "$ python tools/steps.py diff 1 2\n" in play("2")[1]
     assert play()[1] == "1             8 scenes  A tour\n2             8 scenes  A tour\n"
-
-
-def test_tour_refuses_what_is_not_there(play):
-    assert play("3") == (2, "", "tour.py: there is no tour '3': choose one of 1, 2\n")
-    for scene in ("0", "9"):
-        assert play("2", scene) == (2, "", f"tour.py: the tour 2 has no scene {scene}: choose from 1 to 8\n")
