@@ -26,11 +26,10 @@ import socket
 import sys
 import traceback
 
+import torch._dynamo  # noqa: F401  which the first optimizer imports, in each rank anew
 import torch.distributed as dist
 from datasets import load_dataset  # noqa: F401
 from transformers import AutoConfig, AutoTokenizer
-
-import torch._dynamo  # noqa: F401  which the first optimizer imports, in each rank anew
 
 
 def run_rank(job: dict, rank: int, port: int) -> int:
