@@ -118,8 +118,8 @@ def not_drawn(items: list[pytest.Item]) -> set[pytest.Item]:
     for item in items:
         drawn, slow = map(item.get_closest_marker, ("drawn", "slow"))
         if count := drawn.args[0] if drawn else slow and slow.kwargs.get("drawn"):
-            tables[item.function, count].append(item)
-    for (_, count), cases in tables.items():
+            tables[item.function, count, drawn is None].append(item)
+    for (_, count, _), cases in tables.items():
         shares = -(-len(cases) // count)
         dealt = random.Random(0).sample(cases, len(cases))
         drawn = dealt[int(os.environ["DRAW"]) % shares :: shares]

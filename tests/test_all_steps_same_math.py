@@ -111,8 +111,8 @@ def runs(selected, models):
             for case in dict.fromkeys([*(case.baseline for case in cases), *cases])}
 
 
-@pytest.mark.parametrize("bfloat16", [
-    *BFLOAT16[:3], *(pytest.param(case, marks=pytest.mark.slow(drawn=2)) for case in BFLOAT16[3:])], ids=str)
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("bfloat16", BFLOAT16, ids=str)
 def test_bfloat16_is_near(bfloat16, runs):
     """assemble() compares the copies of each parameter, which differ in the end if any all-reduce differed once."""
     one, many = (runs[case].result() for case in (bfloat16.baseline, bfloat16))

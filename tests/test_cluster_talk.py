@@ -37,7 +37,6 @@ KINDS = {  # of transformers -> configuration, layers of the stages; None: step 
     "mamba2": (dict(vocab_size=1024, hidden_size=32, state_size=8, num_hidden_layers=3, num_heads=8, head_dim=8,
                     n_groups=2), None),
 }
-QUICK = ("gpt2", "gemma2", "mamba2")  # beside "llama" in the other tests
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +53,7 @@ def model_of(folder, kind: str):
 
 def write(ranks: int, *words, check: bool = True, **options) -> subprocess.CompletedProcess:
     """generate.py over so many ranks."""
-    modules = [f"transformers.models.{kind}.modeling_{kind}" for kind in ("llama", *QUICK)]
+    modules = [f"transformers.models.{kind}.modeling_{kind}" for kind in KINDS]
     return fork(9, ranks, *CPU, *words, script=SCRIPT, modules=["peft", *modules], check=check, timeout=100, **options)
 
 
@@ -85,8 +84,8 @@ def in_one_process(path, adapter=None, **settings) -> str:
     return re.sub("\r\n?", "\n", written)  # as a file is read
 
 
-@pytest.mark.parametrize("kind", [
-    pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow(drawn=1)) for kind in KINDS])
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_texts_of_one_process(folder, kind):
     """Greedy, five prompts of unlike length at once, longer than the windows of attention."""
     path, layers = model_of(folder, kind), KINDS[kind][1]

@@ -90,9 +90,8 @@ def test_the_command_of_each_chapter_runs(step):
     assert words[0] == step and result.rows
 
 
-@pytest.mark.parametrize("path", [
-    pytest.param(path, id=path.stem, marks=() if path.stem == QUICK else pytest.mark.slow(drawn=3))
-    for path in reversed(NOTEBOOKS)])  # the site runs them in their order, and both keep
+@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=() if path.stem == QUICK else pytest.mark.slow)
+                                  for path in reversed(NOTEBOOKS)])  # the site runs them in their order, and both keep
 def test_a_fresh_kernel_prints_what_it_printed(path):
     text = (path.parent / "printed" / f"{path.stem}.txt").read_text(encoding="utf-8")
     assert printed(executed(path)) == text, f"python tools/maintain/notebooks.py --print {path.stem}"

@@ -56,7 +56,7 @@ def check_chain(folder, model, flags, alone, links) -> list:
     return done
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("seed", range(10 * SEEDS))
 def test_a_topology_on_ranks_in_one_process(seed, tmp_path):
     """Messages all arrive, and none changes while it is sent."""
@@ -101,7 +101,7 @@ def data(tmp_path_factory):
     return folder
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_chain_of_runs(data, seed):
     """It is equal to one run, prints no traceback, and leaves no process."""

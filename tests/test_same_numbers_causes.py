@@ -11,6 +11,9 @@ from same_numbers.trainers_base import (
 )
 from same_numbers.trainers_data import accumulate
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
 class Held(list):
@@ -114,10 +117,6 @@ def experts(run: Run):
 
 def mesh(run: Run):
     """FSDP2 over the two rows of a 2 x 2 mesh, whose columns share the MLPs. `sum`: the sum over dp, not the mean."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     model, which = Model(), {}
     if world() > 1:
         grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -169,11 +168,11 @@ CASES = {  # trainer, fault, ranks: words
 }
 
 
-def found(folder, trainer, fault: str, ranks: int, steps: int = 3) -> str:
+def found(folder, trainer, fault: str, ranks: int) -> str:
     """The first line on a trainer's fault, where nothing is said of the right one."""
-    record(1, [(trainer, folder / "one")], steps)
+    record(1, [(trainer, folder / "one")], 1)
     record(ranks, [(trainer, folder / "right"),
-                   (lambda run: trainer(run._replace(fault=fault)), folder / "wrong")], steps)
+                   (lambda run: trainer(run._replace(fault=fault)), folder / "wrong")], 1)
     assert not verdict(folder / "one", folder / "right").alarm
     said = verdict(folder / "one", folder / "wrong")
     return said.alarm and said.saw.partition("\n")[0]
@@ -197,7 +196,7 @@ def silent(run: Run):
 
 
 def test_a_loss_of_zero_is_one_unless_the_rank_has_no_last_stage(tmp_path):
-    line = found(tmp_path, silent, "lost", 2, steps=1)
+    line = found(tmp_path, silent, "lost", 2)
     assert "loss, of gradients that are right" in line and "2 times too small = the number of" in line
 
 
@@ -226,4 +225,4 @@ def shown(run: Run):
     ("forward", "first wrong in forward: the output of layers.1, of all 6 samples, by 0."),
     ("backward", "forward is right everywhere, the gradient is first wrong at the output of layers.0, of all 6 samples")])
 def test_outputs_of_tokens_that_ranks_divide_show_where(fault, words, tmp_path):
-    assert words in found(tmp_path, shown, fault, 2, steps=1)
+    assert words in found(tmp_path, shown, fault, 2)

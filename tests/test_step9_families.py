@@ -5,14 +5,15 @@ import json
 import pytest
 from lab.launch import MODELS, ROOT, STEPS, fork, losses
 
-SAMPLED = {1: ["gpt2-tied", "mixtral", "bert-tied", "vit", "gpt2-frozen"],  # tp_size -> cases: each kind of model once
-           2: ["gpt2-tied", "gpt2-frozen", "qwen3-tied", "gpt-neox", "opt-projected", "llama-classifier",
-               "mixtral", "phi", "cohere", "glm4-moe", "apertus"]}
+SAMPLED = ["gpt2-tied", "mixtral", "bert-tied", "vit", "gpt2-frozen"]  # each kind of model once
+OVER_TP = [["gpt2-tied", "gpt2-frozen", "qwen3-tied", "gpt-neox"], ["opt-projected", "llama-classifier", "mixtral", "phi"],
+           ["cohere", "glm4-moe", "apertus"]]
 WIDE = ["phi", "cohere", "glm4-moe", "apertus"]  # over four tp ranks as well
 
 
 @pytest.mark.parametrize("tp_size, cases", [
-    *SAMPLED.items(), *(pytest.param(4, [each], marks=pytest.mark.slow(drawn=1)) for each in WIDE)], ids=str)
+    (1, SAMPLED), *(pytest.param(2, each, marks=pytest.mark.drawn(1)) for each in OVER_TP),
+    *(pytest.param(4, [each], marks=pytest.mark.slow(drawn=1)) for each in WIDE)], ids=str)
 def test_families_equal_the_plain_model(tmp_path, tp_size, cases):
     """Over three ranks, or so many times tp_size, in one job: losses and norms of all steps, gradients of the first."""
     script = ROOT / "tests" / "support" / "families_in_pipelines.py"

@@ -40,6 +40,7 @@ def run_rank(number: int, ranks: int, cases: Sequence, steps: int, dtype: torch.
 def record(ranks: int, cases: Sequence[tuple[Callable, str]], steps: int = 3,
            dtype: torch.dtype = torch.float64) -> None:
     """Trains each trainer on so many ranks, for so many steps, and records it into its folder."""
+    import torch._dynamo  # noqa: F401  which the first optimizer of each forked rank would import
     with tempfile.TemporaryDirectory() as store:
         torch.multiprocessing.start_processes(run_rank, (ranks, cases, steps, dtype, store), nprocs=ranks,
                                               start_method="fork")
