@@ -12,7 +12,7 @@ from support.checkpoint_runs import ROOT, SCRIPT, flags_of, newest, write_model
 from test_cluster_family_profiler import CPU, LAYERS
 from test_cluster_family_profiler import SEQ_LEN as LENGTH
 from test_cluster_family_profiler import adapters, make, measured
-from test_cluster_lora import FAMILIES, RANK, SAMPLES, SEQ_LEN, TOPOLOGIES, read, samples, with_adapters, write_data
+from test_cluster_lora import FAMILIES, RANK, SEQ_LEN, TOPOLOGIES, plain_steps, read, samples, with_adapters, write_data
 
 with modules_of(9):
     from models.loss import mean_cross_entropy
@@ -33,26 +33,15 @@ def folder(tmp_path_factory):
     return folder
 
 
-def in_plain_peft(folder) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """Losses and norms of steps of one process without any code of ours, and the adapter."""
+def in_plain_peft(folder) -> tuple[list[tuple[float, ...]], dict[str, torch.Tensor]]:
+    """Losses, norms and rates of steps of one process without any code of ours, and the adapter."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32, quantization_config=bits)
     model, trained = with_adapters(model, ("Linear4bit",), torch.float32)
     model.train()  # evaluation would pack the weights in another way, on some CPUs
-    optimizer = torch.optim.AdamW(trained.values(), lr=RATE)
-    rows = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        total = 0.0
-        for tokens, _ in samples(folder, "text"):
-            logits = model(input_ids=torch.tensor([tokens[:-1]])).logits[0]
-            total = total + torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:])) / SAMPLES
-        total.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained.values(), math.inf)
-        rows.append((total.item(), norm.item()))
-        optimizer.step()
+    rows = plain_steps(model, trained, samples(folder, "text"), [RATE] * STEPS, math.inf)
     return rows, {name.replace(".default.", "."): param.detach() for name, param in trained.items()}
 
 
@@ -64,7 +53,7 @@ def test_equal_to_plain_peft_and_bitsandbytes(folder):
                      max_grad_norm=0, save_every=6, lora_rank=RANK, lora_alpha=8, base_bits=4, sample_every=5)
     done = fork(9, ranks, *flags, *topology, script=SCRIPT, modules=["peft", "bitsandbytes"])
     expected, adapter = in_plain_peft(folder)
-    found = [(row["loss"], row["grad_norm"]) for row in metrics(folder / "runs", "packed")]
+    found = [(row["loss"], row["grad_norm"], row["learning_rate"]) for row in metrics(folder / "runs", "packed")]
     assert len(found) == STEPS and expected[-1][0] < 0.8 * expected[0][0]
     for row, wanted in zip(found, expected):
         assert row == pytest.approx(wanted, rel=1e-4)

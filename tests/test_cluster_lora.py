@@ -87,27 +87,32 @@ def with_adapters(model, kinds: tuple[str, ...], dtype: torch.dtype):
     return model, trained
 
 
-def in_plain_peft(folder, family: str, data: str):
-    """Steps of one process without any code of ours: losses, norms, rates, and the model with its last gradients."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float64)
-    model, trained = with_adapters(model, ("Linear", "Conv1D"), torch.float64)
-    optimizer = torch.optim.AdamW(trained.values(), lr=0.01)
-    rows = []
-    for rate in RATES:
+def plain_steps(model, trained: dict, samples: list, rates: list[float], max_norm: float) -> list[tuple[float, ...]]:
+    """Losses, norms and rates of steps of one process without any code of ours, each with all samples."""
+    optimizer, rows = torch.optim.AdamW(trained.values()), []
+    for rate in rates:
         optimizer.zero_grad()
         optimizer.param_groups[0]["lr"] = rate
         total, count = 0.0, 0
-        for tokens, given in samples(folder, data):
+        for tokens, given in samples:
             logits = model(input_ids=torch.tensor([tokens[:-1]])).logits[0, given - 1 :]
             total = total + torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[given:]), reduction="sum")
             count += len(tokens) - given
         (total / count).backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained.values(), MAX_GRAD_NORM)
-        assert norm > 1.5 * MAX_GRAD_NORM, "nothing is clipped"
+        norm = torch.nn.utils.clip_grad_norm_(trained.values(), max_norm)
         rows.append((total.item() / count, norm.item(), rate))
         optimizer.step()
+    return rows
+
+
+def in_plain_peft(folder, family: str, data: str):
+    """What plain_steps() returns, and the model with its last gradients."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float64)
+    model, trained = with_adapters(model, ("Linear", "Conv1D"), torch.float64)
+    rows = plain_steps(model, trained, samples(folder, data), RATES, MAX_GRAD_NORM)
+    assert all(norm > 1.5 * MAX_GRAD_NORM for _, norm, _ in rows), "nothing is clipped"
     return rows, model
 
 
