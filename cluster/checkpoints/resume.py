@@ -43,8 +43,11 @@ def find_checkpoint(wanted: str, folder: str, disks: Disks, run_id: str | None =
     unlike runs and run_id is None.
     """
     name = None
-    if wanted != "auto":
-        folder, name = locate(wanted, disks)
+    if wanted != "auto":  # a checkpoint, or a run's folder, whose `latest` names one
+        latest = max(disks.gather(read_latest(wanted)))
+        if os.path.basename(latest) != latest:
+            raise UserError(f"{os.path.join(wanted, 'latest')} names {latest!r}, which is no folder beside it")
+        folder, name = (wanted, latest) if latest else os.path.split(os.path.abspath(wanted))
     is_one = name and folder != wanted
     mine = read_states(folder, [name] if is_one else None) if disks.leads else {}
     of_disks = disks.gather((socket.gethostname(), mine))
@@ -92,15 +95,6 @@ def only_run(folder: str, of_disks: list[tuple[str, dict]]) -> str | None:
         raise UserError(f"{folder} has checkpoints of unlike runs: {listed}: rename the folder of the run that is not "
                         "to go on, on its host")
     return next(iter(newest), None)
-
-
-def locate(path: str, disks: Disks) -> tuple[str, str]:
-    """The folder and the name of the checkpoint at a path: itself, or where `latest` in it points. Collective."""
-    if not (latest := max(disks.gather(read_latest(path)))):
-        return os.path.split(os.path.abspath(path))
-    if os.path.basename(latest) != latest:
-        raise UserError(f"{os.path.join(path, 'latest')} names {latest!r}, which is no folder beside it")
-    return path, latest
 
 
 def look_at(folder: str, name: str, disks: Disks, run_id: str | None, of_disks: list) -> Found | str:

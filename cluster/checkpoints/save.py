@@ -34,7 +34,7 @@ from models.names import as_files_have_it, name_function, trained_alone
 from ranks.disks import Disks
 from ranks.files import sync_folder
 from ranks.lost import FOREVER
-from ranks.memory import USABLE_MEMORY, free_memory, memory_below_peak
+from ranks.memory import USABLE_MEMORY, free_memory, memory_of_process
 from ranks.placement import is_home, machines
 from utils import UserError
 
@@ -86,7 +86,8 @@ class Checkpointer:
         tensors = [shard.tensor for shard in shards_of(self.stage, self.optimizer)]
         if len(self.host) == len(tensors):
             return False
-        needed, free = sum(tensor.nbytes for tensor in tensors), free_memory(CPU) - memory_below_peak()
+        below_peak = max(0, memory_of_process("VmHWM") - memory_of_process())  # what a step takes, which is free now
+        needed, free = sum(tensor.nbytes for tensor in tensors), free_memory(CPU) - below_peak
         was_short, self.is_short = self.is_short, needed > USABLE_MEMORY * free
         if self.is_short and not was_short:
             print(f"rank {dist.get_rank()}: a copy of its part of a checkpoint takes {needed / 1e6:.0f} MB, and "

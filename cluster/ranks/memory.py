@@ -29,11 +29,6 @@ def memory_of_process(field: str = "VmRSS") -> int:
     return 1024 * int(read_fields("/proc/self/status").get(field, "0").split()[0])
 
 
-def memory_below_peak() -> int:
-    """Bytes that this process had at its peak and has no more now, as between two steps."""
-    return max(0, memory_of_process("VmHWM") - memory_of_process())
-
-
 def return_freed_memory() -> None:
     """From now on, what this process frees is the machine's again at once, in pieces of 128 KiB or more.
 
