@@ -116,9 +116,9 @@ def test_the_launchers_log_on_a_full_disk(tools, tmp_path):
 
 
 def test_check_compares_the_hosts(tools, tmp_path):
-    """Another torch, clock and project, a public way, and a port in use; what a login shell prints is no answer. The
-    cures run nowhere by themselves and delete nothing."""
-    write_ssh(tmp_path, "echo Welcome; printf 'no mail, ' >&2")
+    """Another torch, clock and project, a public way, and a port in use; what a login shell or ssh -v
+    prints is no answer. The cures run nowhere by themselves and delete nothing."""
+    write_ssh(tmp_path, """echo "Welcome. Sending command: $last"; printf 'no mail, ' >&2""")
     for name in PROJECT:
         shutil.copytree(ROOT / name, tmp_path / "old copy" / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "old copy" / "cluster" / "plan.py").write_text("")
