@@ -20,7 +20,7 @@ import inventory
 import pytest
 from host_facts import ASKS
 from lab.launch import ROOT, environment
-from maintain.launcher import Launch, all_gone, lines_of, write_hosts, write_program
+from maintain.launcher import Launch, all_gone, lines_of, write_hosts, write_program, write_ssh
 
 PROJECT = ("cluster", "step9_heterogeneous_pp")
 FAIL = """
@@ -116,7 +116,9 @@ def test_the_launchers_log_on_a_full_disk(tools, tmp_path):
 
 
 def test_check_compares_the_hosts(tools, tmp_path):
-    """Another torch, clock and project, a public way, and a port in use. The cures run nowhere by themselves and delete nothing."""
+    """Another torch, clock and project, a public way, and a port in use; what a login shell or ssh -v
+    prints is no answer. The cures run nowhere by themselves and delete nothing."""
+    write_ssh(tmp_path, """echo "Welcome. Sending command: $last"; printf 'no mail, ' >&2""")
     for name in PROJECT:
         shutil.copytree(ROOT / name, tmp_path / "old copy" / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "old copy" / "cluster" / "plan.py").write_text("")
@@ -124,7 +126,7 @@ def test_check_compares_the_hosts(tools, tmp_path):
         port = taken.getsockname()[1]
         old = f"b iface=lo port=2222 address=8.8.8.8 python={tools / 'python_old'} dir='{tmp_path}/old copy'"
         hosts = write_hosts(tmp_path, *lines_of(tools, "a"), old, *lines_of(tools, "c"))
-        text = Launch(hosts, "--check", "--port", port, "--", "train.py", tools=tools).expect(1)
+        text = Launch(hosts, "--check", "--port", port, "--", "train.py", tools=tmp_path).expect(1)
     problems = dict(re.findall(r"^([abc]\S*: .+)\n    cure: (.+)$", text, re.M))
     for start, cure in {
             f"a: blocked port: {port}: Address already in use": f"--port {port + 1}",

@@ -61,7 +61,7 @@ class Contact:
         watchdog = threading.Timer(seconds, self.process.kill)
         watchdog.start()
         self.send(json.dumps(question))
-        answer = next((line for line in self.lines() if MARK in line), None)
+        answer = next((line for line in self.lines() if MARK + "{" in line), None)  # what ssh -v prints has MARK, too
         watchdog.cancel()
         if answer:
             return json.loads(answer.partition(MARK)[2])
