@@ -34,7 +34,7 @@ from run.live_state import Commit, LiveState, find_in_memory, key_of, who_has_wh
 from run.samples import SamplesPlugin  # noqa: E402
 from utils import UserError  # noqa: E402
 
-NORM, CPU = 3.0, torch.device("cpu")
+NORM = 3.0
 STATES = "incomplete", "complete", "committed", "applied"  # of the step in which the host was lost
 REPLICAS = [[4], [4], [4]]
 ROW = '{"step": 1, "loss": 0.5, "grad_norm": 3.0, "memory_gb": 1.5}\n'
@@ -70,20 +70,21 @@ def train(disks: Disks, pipelines, weights=None, step: int = 5, seed: int = 1, t
 def in_memory(live: LiveState | None, disks: Disks):
     """What the ranks hold, as the next generation finds it; and that generation."""
     generation = Generation(None, None, live)
-    return find_in_memory(generation, disks, CPU), generation
+    return find_in_memory(generation, disks, torch.device("cpu")), generation
 
 
 def a_step_is_made_by_all_or_by_none(rank: int, disks: Disks) -> None:
     """Whoever has passed the norm's all-reduce knows that all gradients are complete; nobody else has applied any."""
     _, _, live = train(disks, REPLICAS, step=0)
     params = [*live.stage.model.parameters()]
-    start, empty = [param.detach().clone() for param in params], (live.optimizer.state_dict(), live.scheduler.state_dict())
+    start, of_optimizer = [param.detach().clone() for param in params], live.optimizer.state_dict()
+    of_scheduler = live.scheduler.state_dict()
 
     def after(state: str) -> None:
         """Gradients are there in part, or all of them, or the rank is committed, or has taken the step."""
         live.step, live.commit, live.generation = 0, None, 1
-        live.optimizer.load_state_dict(empty[0])
-        live.scheduler.load_state_dict(empty[1])
+        live.optimizer.load_state_dict(of_optimizer)
+        live.scheduler.load_state_dict(of_scheduler)
         for i, (param, value) in enumerate(zip(params, start)):
             param.data.copy_(value)
             param.grad = torch.full_like(param, (0.3 if state == "incomplete" else 2.0) * (i + 1))
@@ -193,26 +194,24 @@ def what_a_process_without_room_ends(rank: int, disks: Disks, plugin: SamplesPlu
     os.environ[VARIABLE] = json.dumps({"id": "run", "token": "token", "hosts": ["127.0.0.1"], "host": 0, "port": 0,
                                        "at_least": 1, "at_most": 1, "nproc": 3})
     args = argparse.Namespace(checkpoint_dir=disks.folder, run_name="run", tp_size=1)
-    for held, made, expected in (True, 0, None), (True, 1, UserError), (False, 0, SystemExit):
-        generations = []
+    lost, no_room = MembershipChanged("a host is lost"), UserError("rank 1: can't write runs: No space left on device")
+    for raised, made, ends in ((None, 0, [lost, no_room, None]), (UserError, 1, [lost, no_room]),
+                               (SystemExit, 0, [no_room])):
+        left, has_state = iter(ends), lost in ends
 
-        def generation_of(args, generation: Generation) -> int:
-            generations.append(generation)
-            generation.members.contacts.found_running = not held
-            if len(generations) == 3:
-                return len(generations)
-            if held:
+        def train_once(args, generation: Generation) -> int:
+            generation.members.contacts.found_running = not has_state
+            if has_state:
                 generation.begin(live, plugin)
-            if held and len(generations) == 1:
-                raise MembershipChanged("a host is lost")
             live.step += made
-            raise UserError("rank 1: can't write runs: No space left on device")
+            if error := next(left):
+                raise error
+            return exits.DONE
 
-        ends = pytest.raises(expected) if expected else contextlib.nullcontext()
-        with ends as raised, mock.patch("os._exit", sys.exit):
-            assert train_in_generations(args, generation_of) == 3
-        assert len(generations) == (1 + held if expected else 3)
-        assert expected is not SystemExit or raised.value.code == exits.OF_THIS_MACHINE
+        expected = pytest.raises(raised) if raised else contextlib.nullcontext()
+        with expected as found, mock.patch("os._exit", sys.exit):
+            assert train_in_generations(args, train_once) == exits.DONE
+        assert not [*left] and (has_state or found.value.code == exits.OF_THIS_MACHINE)
 
 
 def main() -> None:
