@@ -45,6 +45,7 @@ def test_a_plan_within_memory(capsys):
     told = choose(flags(num_microbatches=[[3, 2]]), memory=9.5e4)
     assert sum(pipeline["num_microbatches"] for pipeline in told["pipelines"]) == 5
     assert choose(flags(pp_engine="afab"), memory=9.5e4)["schedule"] == "afab"
+    assert choose(speeds=[2, 1], saved_bytes=1e5, hidden_bytes=256.0, memory=4.1e5)["recompute"], "else it does not fit"
 
 
 def test_nothing_fits():
