@@ -2,11 +2,11 @@
 
 import argparse
 import json
-import pathlib
+import re
 
 import pytest
-from lab.launch import fork, modules_of
-from support.checkpoint_runs import write_model
+from lab.launch import metrics, modules_of
+from support.checkpoint_runs import flags_of, write_corpus, write_model
 from support.clusters import made_up_cluster
 
 with modules_of(9):
@@ -15,7 +15,6 @@ with modules_of(9):
     from planning.simulate import peak_memory
     from run import decide
 
-RANKS = pathlib.Path(__file__).parent / "support" / "auto_plan_ranks.py"
 OPTIONS = {"speeds": [4, 2, 1], "parameters": 1000, "saved_bytes": 100.0, "hidden_bytes": 64.0, "sizes": (1, 2)}
 
 
@@ -46,6 +45,7 @@ def test_a_plan_within_memory(capsys):
     told = choose(flags(num_microbatches=[[3, 2]]), memory=9.5e4)
     assert sum(pipeline["num_microbatches"] for pipeline in told["pipelines"]) == 5
     assert choose(flags(pp_engine="afab"), memory=9.5e4)["schedule"] == "afab"
+    assert choose(speeds=[2, 1], saved_bytes=1e5, hidden_bytes=256.0, memory=4.1e5)["recompute"], "else it does not fit"
 
 
 def test_nothing_fits():
@@ -54,36 +54,42 @@ def test_nothing_fits():
     assert "machine 0 (host0) 0.009: 0.9 of what was free" in str(error.value) and "\n" not in str(error.value)
 
 
-MODEL = dict(kind="llama", vocab_size=512, hidden_size=64, num_hidden_layers=6, num_attention_heads=4,
-             num_key_value_heads=2, intermediate_size=96, max_position_embeddings=64,
-             architectures=["LlamaForCausalLM"])
-LORA = ["--lora_rank", 4, "--seq_len", 32, "--dtype", "float32", "--batch_size", 2, "--gradient_accumulation", 2]
+# The machines have so many bytes free, MEMORY.
+SMALL = """
+import json, os
+from planning import profiler
+from run import decide
+room = json.loads(os.environ["MEMORY"])[int(os.environ["RANK"])]
+decide.free_memory = profiler.free_memory = lambda device: room
+decide.MEASURE_SECONDS, profiler.TRAINING_BYTES = 0.5, 0.0
+"""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("plans") / "model", **MODEL)
+SIZES = dict(hidden_size=64, num_hidden_layers=6, num_key_value_heads=2, intermediate_size=96)
+LORA = dict(lora_rank=4, seq_len=32, batch_size=2, gradient_accumulation=2)
 
 
-def run(model, memory: str, check: bool = True):
-    """One rank for each of these numbers of free bytes, and the lines of JSON that those left have printed."""
-    done = fork(9, memory.count(",") + 1, model, memory, *LORA, script=RANKS, check=check, modules=["peft"])
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return done, sorted(lines, key=lambda line: line["rank"])
+def run(folder, run_code, memory: str, sizes: dict = SIZES, flags: dict = LORA, **options):
+    """Adapters that are trained for a step, one rank for each of these numbers of free bytes."""
+    model = write_model(folder / "model", "llama", "float32", vocab_size=1024, num_attention_heads=4, **sizes)
+    write_corpus(folder)
+    words = flags_of(folder, "small", model, dtype="float32", max_steps=1, **flags)
+    return run_code("cluster", memory.count(",") + 1, SMALL, *words, then="train_distributed.py", env={"MEMORY": memory},
+                    **{"modules": ["peft"], **options})
 
 
-def test_ranks_get_the_order_of_the_plan(model):
-    """Rank 0 has hardly any memory and is left idle: the others are ranks 0 and 1 of the run, and communicate."""
-    done, ranks = run(model, "1e4,1.6e6,1.6e6")
-    assert [line["rank"] for line in ranks] == [0, 1] and {line["before"] for line in ranks} == {1, 2}
-    assert all(line["sum"] == 5 for line in ranks) and ranks[0]["plan"] == ranks[1]["plan"]
-    [pipeline] = ranks[0]["plan"]["pipelines"]
-    assert sum(pipeline["layers"]) == 6 and pipeline["num_microbatches"] == 6
-    assert "measuring 3 ranks" in done.stdout and "tokens/s" in done.stdout and "| idle: " in done.stdout
+def test_ranks_get_the_order_of_the_plan(tmp_path, run_code):
+    """Rank 0 has hardly any memory and is left idle: the others are ranks 0 and 1 of the run, and train."""
+    printed = run(tmp_path, run_code, "[1e4, 1.9e6, 1.9e6]").stdout
+    assert "measuring 3 ranks" in printed and re.search(r"tokens/s.*\n.* machines (1,2|2,1) \| idle: 0\n", printed)
+    config = json.loads((tmp_path / "runs" / "small" / "config.json").read_text())
+    [[layers]] = config["pipelines"]
+    assert len(layers) == 2 and sum(layers) == 6 and config["num_microbatches"] == [[6]]
+    assert len(metrics(tmp_path / "runs", "small")) == 1
 
 
-def test_one_clear_line_where_nothing_fits(model):
-    done, _ = run(model, "1e4,2e4", check=False)
+def test_one_clear_line_where_nothing_fits(tmp_path, run_code):
+    done = run(tmp_path, run_code, "[1e4, 2e4]", check=False)
     lines = [line for line in done.stderr.splitlines() if "not enough memory" in line]
     assert done.returncode and lines and "Traceback" not in done.stderr
     assert "The machines may use, in MB" in lines[0] and "add a machine" in lines[0]

@@ -1,13 +1,13 @@
 """--base_bits 4: losses, adapters and memory beside those of plain transformers, peft and bitsandbytes."""
 
 import importlib.util
-import json
 import sys
 
 import pytest
 import torch
 from lab.launch import fork, metrics, modules_of
-from support.checkpoint_runs import ROOT, SCRIPT, flags_of, newest, write_model
+from support.checkpoint_runs import SCRIPT, flags_of, newest, write_model
+from test_cluster_auto_plan import run
 from test_cluster_family_profiler import CPU, LAYERS
 from test_cluster_family_profiler import SEQ_LEN as LENGTH
 from test_cluster_family_profiler import adapters, make, measured
@@ -76,18 +76,16 @@ def test_what_a_frozen_parameter_takes(world_of_one):
         frozen + 18 * lora.num_trained, rel=1e-9)
 
 
-def test_a_model_that_fits_in_4_bits_only(tmp_path):
+def test_a_model_that_fits_in_4_bits_only(tmp_path, run_code):
     """Two machines, whose free memory is made up: together they have too little for the model in float32."""
-    model = write_model(tmp_path / "model", "llama", "float32", vocab_size=1024, hidden_size=128, num_hidden_layers=8,
-                        num_attention_heads=4, num_key_value_heads=4, intermediate_size=384, max_position_embeddings=64)
-    flags = ["--lora_rank", 1, "--seq_len", 4, "--batch_size", 1, "--gradient_accumulation", 1, "--dtype", "float32"]
-    script = ROOT / "tests" / "support" / "auto_plan_ranks.py"
-    options = dict(script=script, modules=["peft", "bitsandbytes"])
-    done = fork(9, 2, model, "4e6,4e6", *flags, check=False, **options)
+    flags = dict(lora_rank=1, seq_len=4, batch_size=1, gradient_accumulation=1)
+    sizes = dict(hidden_size=128, num_hidden_layers=8, num_key_value_heads=4, intermediate_size=384)
+    settings = "[4e6, 4e6]", sizes, flags
+    done = run(tmp_path / "whole", run_code, *settings, check=False)
     assert done.returncode and "not enough memory" in done.stderr, done.stdout + done.stderr
-    done = fork(9, 2, model, "4e6,4e6", *flags, "--base_bits", 4, **options)
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [line["plan"] for line in found] == [None, None], "each machine may hold the whole model"
+    flags["base_bits"] = 4
+    done = run(tmp_path / "packed", run_code, *settings, modules=["peft", "bitsandbytes"])
+    assert "measuring 2 ranks" in done.stdout and "plan:" not in done.stdout, "each machine may hold the whole model"
 
 
 def test_without_bitsandbytes(monkeypatch):

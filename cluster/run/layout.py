@@ -1,4 +1,4 @@
-"""Which rank holds which modules, takes which samples, and by which schedule: see decide.py, before training.
+"""Which rank holds which modules, takes which samples, and by which schedule: decide.py chooses, before training.
 
 In an elastic run the machines that are there change, and so does how samples and layers are shared out.
 --pipelines can say so itself, with '|' between the alternatives:
