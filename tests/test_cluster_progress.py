@@ -61,8 +61,7 @@ def a_record(folder, before: Record | None = None, start: int = 0, num_steps: in
                               **{"use_wandb": False, "run_id": "0123", **flags})
     grid = types.SimpleNamespace(is_logging_rank=is_logging_rank, world_size=1, topology={})
     lines = [line for line in before.lines if json.loads(line)["step"] <= start] if before else []
-    disks = Disks(str(folder), needs_room=not is_in_memory)
-    return Record(args, grid, disks, num_steps, 100, start, lines, is_in_memory)
+    return Record(args, grid, Disks(str(folder), needs_room=not is_in_memory), num_steps, 100, start, lines, is_in_memory)
 
 
 def log(record: Record, *steps: int) -> None:
@@ -154,8 +153,7 @@ def test_evaluations_of_a_run_that_goes_on(world_of_one, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run" / EVALUATIONS).read_text().splitlines()]
     assert rows == [{"step": step, "evaluation_loss": loss, "perplexity": pytest.approx(math.exp(loss))}
                     for step, loss in ((0, 5.0), (2, 3.0), (4, 2.0))]
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [1, 2, 3, 4]
+    assert [json.loads(line)["step"] for line in (tmp_path / "run" / METRICS).open()] == [1, 2, 3, 4]
     record = a_record(tmp_path)  # another run of that name: the older one's folder is kept
     record.close()
     assert (tmp_path / "run.1" / EVALUATIONS).exists() and not (tmp_path / "run" / EVALUATIONS).exists()
@@ -182,8 +180,7 @@ def test_a_full_disk_under_the_logs_costs_nothing(world_of_one, tmp_path, capsys
             if step in (40, 60):
                 record.evaluated(step, 2.0)
         record.close()
-        found = steps("metrics.jsonl")
-        assert found == [*range(1, 61)] and steps(EVALUATIONS) == [40, 60]
+        assert steps(METRICS) == [*range(1, 61)] and steps(EVALUATIONS) == [40, 60]
         printed = capsys.readouterr().out
         assert printed.count("the run goes on, and what it can't write there") == 4
         assert printed.count("no more curves for TensorBoard ([Errno 28]") >= 1
