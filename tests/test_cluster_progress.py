@@ -60,8 +60,8 @@ def a_record(folder, before: Record | None = None, start: int = 0, num_steps: in
     args = argparse.Namespace(log_dir=str(folder), run_name="run", wandb_project="", wandb_group="",
                               **{"use_wandb": False, "run_id": "0123", **flags})
     grid = types.SimpleNamespace(is_logging_rank=is_logging_rank, world_size=1, topology={})
-    lines = [line for line in before.lines if json.loads(line)["step"] <= start] if before else []
-    return Record(args, grid, Disks(str(folder), needs_room=not is_in_memory), num_steps, 100, start, lines, is_in_memory)
+    old = [line for line in before.lines if json.loads(line)["step"] <= start] if before else []
+    return Record(args, grid, Disks(str(folder), needs_room=not is_in_memory), num_steps, 100, start, old, is_in_memory)
 
 
 def log(record: Record, *steps: int) -> None:
