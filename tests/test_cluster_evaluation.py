@@ -16,6 +16,8 @@ from support.checkpoint_runs import EXACT, SCRIPT, SIZES, flags_of, write_answer
 with modules_of(9):
     from data import batches as data
     from data import encoded
+    from heterogeneous_parallel_plugin import HeterogeneousParallelPlugin
+    from pipeline_template import PipelineTemplate
     from run import evaluation
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -124,13 +126,12 @@ def test_every_target_counts_once(runs, folder, name):
 
 @pytest.mark.parametrize("was_training", [True, False])
 def test_dropout_is_off_meanwhile_and_no_generator_is_drawn_from(monkeypatch, was_training):
-    plugin = argparse.Namespace(device=torch.device("cpu"), microbatch_size=1, num_microbatches=[1])
+    plugin = HeterogeneousParallelPlugin(tp_size=1, microbatch_size=1, device="cpu")
+    plugin.set_pipelines([PipelineTemplate("dropout alone", [["dropout"]])], [1])
     model = torch.nn.Dropout(0.5).train(was_training)
     evaluator = evaluation.Evaluator(plugin, model, torch.ones(2, 1, 9), lambda rows: {"target_ids": rows[0]},
                                      lambda output, batch: output.sum())
     state = torch.get_rng_state()
-    monkeypatch.setattr(evaluation.pgm, "process_group_manager", argparse.Namespace(
-        dp_rank=0, tp_rank=0, pp_is_last_stage=True))
     monkeypatch.setattr(evaluation, "outputs", lambda plugin, model, batches: (
         (batch, model(torch.ones(1, 9))) for batch in batches))
     assert evaluator.evaluate() == 9.0
