@@ -173,8 +173,8 @@ def test_local_steps_move_to_faster_machines(world_of_one, folder, run_code):
 LOSE_A_REPLICA = """
 import itertools, os
 from ranks.lost import MembershipChanged
-from run import local_steps, speeds
-speeds.MEASURED.append([1.0, 3.0, 1.5][int(os.environ["RANK"])])
+from run import decide, local_steps
+decide.MEASURED.append([1.0, 3.0, 1.5][int(os.environ["RANK"])])
 local_steps.is_elastic = lambda: True
 make_round, rounds = local_steps.LocalPlugin.execute_pipeline, itertools.count(1)
 
