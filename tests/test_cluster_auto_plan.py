@@ -74,8 +74,8 @@ def run(folder, run_code, memory: str, sizes: dict = SIZES, flags: dict = LORA, 
     model = write_model(folder / "model", "llama", "float32", vocab_size=1024, num_attention_heads=4, **sizes)
     write_corpus(folder)
     words = flags_of(folder, "small", model, dtype="float32", max_steps=1, **flags)
-    return run_code("cluster", memory.count(",") + 1, SMALL, *words, then="train_distributed.py", env={"MEMORY": memory},
-                    **{"modules": ["peft"], **options})
+    return run_code("cluster", memory.count(",") + 1, SMALL, *words, then="train_distributed.py",
+                    env={"MEMORY": memory}, **{"modules": ["peft"], **options})
 
 
 def test_ranks_get_the_order_of_the_plan(tmp_path, run_code):

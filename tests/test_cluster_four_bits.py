@@ -85,7 +85,7 @@ def test_a_model_that_fits_in_4_bits_only(tmp_path, run_code):
     assert done.returncode and "not enough memory" in done.stderr, done.stdout + done.stderr
     flags["base_bits"] = 4
     done = run(tmp_path / "packed", run_code, *settings, modules=["peft", "bitsandbytes"])
-    assert "measuring 2 ranks" in done.stdout and "plan:" not in done.stdout, "each machine may hold the whole model"
+    assert "plan:" not in done.stdout, "each machine may hold the whole model"
 
 
 def test_without_bitsandbytes(monkeypatch):
