@@ -109,7 +109,7 @@ def pytest_report_header() -> str:
 
 
 def not_drawn(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of the cases of a test that are marked drawn(n), or slow(drawn=n), all but n at most. The shares of a table, which
+    """Of a test's cases that are marked drawn(n), or slow(drawn=n), all but n at most. The shares of a table, which
     chance has dealt once and for all, take turns: as many draws in a row as there are shares have every case."""
     tables, left_out = defaultdict(list), set()
     for item in items:
