@@ -111,9 +111,8 @@ def pytest_report_header() -> str:
 
 
 def not_drawn(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of each test that is marked drawn(n), or of its cases that are slow(drawn=n), all but n of them at most. The shares
-    of a table, which chance has dealt once and for all, take turns: as many draws in a row as there are shares have every
-    case."""
+    """Of a test's cases that are marked drawn(n), or slow(drawn=n), all but n at most. The shares of a table, which
+    chance has dealt once and for all, take turns: as many draws in a row as there are shares have every case."""
     tables, left_out = defaultdict(list), set()
     for item in items:
         drawn, slow = map(item.get_closest_marker, ("drawn", "slow"))

@@ -53,8 +53,7 @@ def runs(selected):
             | {fault: started(CASES["step4"], FAULTS[fault][0], check=False) for fault in selected("fault")})
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow(drawn=2)] * (name in SLOW))
-                                  for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else []) for name in CASES])
 def test_the_host_waits_only_where_it_logs_and_casts_each_weight_once_a_step(name, runs):
     """Step 13: the embedding and the projection, for each of two micro-batches. Layers arrive in bfloat16."""
     found = re.search(r"^read (\d+), copied (\d+), cast \[(\d+)\]\n", runs[name].result().stdout, re.MULTILINE)

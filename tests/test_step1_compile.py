@@ -23,8 +23,7 @@ needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++"
     ("aot_eager", "float32", 2e-4), *(pytest.param("inductor", *each, marks=pytest.mark.slow)
                                       for each in [("float32", 2e-4), ("bfloat16", 2e-2)])])
 def test_compiled_losses_are_those_of_the_eager_run(run_code, backend, dtype, tolerance):
-    """What torch.compile makes of the layers, run as it is; the slow tests compile it as --compile does, which takes half
-    a minute for the first of all runs. torch keeps what it has compiled for later ones."""
+    """By default, of layers that are only traced: inductor compiles for half a minute, in the first run of all."""
     flags = [*COMMON, "--max_tokens", 4 * 2 * 32, "--dtype", dtype]
     eager, compiled = (run_code(1, 1, COUNT.format(backend), *flags, *more, then="train.py", timeout=600).stdout
                        for more in ([], ["--compile"]))
