@@ -35,8 +35,8 @@ STORE_TRACE = re.compile(r"^frame #\d+: |^<omitting python frames>|^Exception ra
 
 
 class Contact:
-    """An ssh process: what its words start on the host reads lines on standard input, and what that prints comes back,
-    on standard error, too. `code`: the exit code, when all has come."""
+    """An ssh process. What its words start on the host reads lines from standard input; what that prints, also on
+    standard error, comes back. `last`: the last lines of it. `code`: the exit code, when all has come back."""
 
     def __init__(self, host: Host, *words: str):
         self.host, self.code, self.last = host, None, collections.deque(maxlen=200)
@@ -50,7 +50,7 @@ class Contact:
             self.process.stdin.flush()
 
     def lines(self) -> Iterator[str]:
-        """What comes back, as it comes; the `last` lines are kept."""
+        """What comes back, as it comes."""
         for line in self.process.stdout:
             self.last.append(line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2])  # as of a progress bar
             yield self.last[-1]
@@ -83,7 +83,7 @@ class Contact:
 
 @contextlib.contextmanager
 def at_once(contacts: list[Contact]) -> Iterator[ThreadPoolExecutor]:
-    """Threads to use all contacts at the same time, which end then, also on Ctrl-C."""
+    """A thread for each contact. All contacts are ended behind it, also on Ctrl-C."""
     with ThreadPoolExecutor(len(contacts) or 1) as pool:
         try:
             yield pool
@@ -100,9 +100,9 @@ def far_end(host: Host, program: str) -> list[str]:
 class Run(Contact):
     """The part of one host: sends the job, prints what comes back, and puts its end among the launch's `events`.
 
-    A line that the launch's `alarm` matches is put there at once. Where there is one, stack traces of
-    torch's stores are not printed: a lost host leaves many lines of them on all others. `quiet`: print nothing until it
-    has begun. The first line that is sent is the job; empty ones are heartbeats, others what the user types, as JSON.
+    A line that the launch's `alarm` matches is put there at once. Where there is one, stack traces of torch's stores
+    are not printed: a lost host leaves many lines of them on all others. `quiet`: print nothing until it has begun. The
+    first line that is sent is the job; empty ones are heartbeats, others what the user types, as JSON.
     """
 
     def __init__(self, launch: "Launch", host: Host, quiet: bool):
