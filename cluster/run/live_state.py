@@ -34,9 +34,9 @@ UNDER_WAY = 8  # tensors that a rank sends or receives at a time
 class Commit(NamedTuple):
     """What all ranks know when all gradients of an optimizer step are complete."""
 
-    step: int
-    loss: float
-    grad_norm: float
+    step: int  # from 1 on
+    loss: float  # the mean over the global batch
+    grad_norm: float  # of the whole model, before it was clipped
     learning_rate: float
 
 

@@ -9,7 +9,8 @@ import torch
 import process_group_manager as pgm
 from ranks.placement import is_home
 from run.evaluation import Evaluator
-from run.record import Record, Step
+from run.live_state import Commit
+from run.record import Record
 from run.session import Session
 from run.times import StepTimes, write_timeline
 from timeline import timeline
@@ -62,25 +63,25 @@ def train(session: Session, batches: Iterator[dict], criterion: Callable, num_st
         scheduler.step()
         session.live.step = batch + 1
         # what is told of the step, and whether a rank was told to stop
-        step = Step(batch + 1, loss.item(), grad_norm.item(), learning_rate, times.stop())  # waits for a GPU
-        require_finite(step, session)
-        record.log(*step)
+        made, seconds = Commit(batch + 1, loss.item(), grad_norm.item(), learning_rate), times.stop()  # waits for a GPU
+        require_finite(made, session)
+        record.log(*made, seconds)
         if is_profiled:
             write_timeline(args, times.clock, record.writes)
         of_this_rank = [times.work, *times.used]
-        stops = session.stop_agreement.agree(step.seconds, of_this_rank)
-        record.used(step.number, session.stop_agreement.of_ranks)
+        stops = session.stop_agreement.agree(seconds, of_this_rank)
+        record.used(made.step, session.stop_agreement.of_ranks)
         # what is due after it: an evaluation, a checkpoint, a sample of text; then other ranks, or other samples
-        if evaluator and not stops and record.is_evaluation_due(step.number, args.eval_every):
-            record.evaluated(step.number, evaluator.evaluate())
-            stops = session.stop_agreement.agree(step.seconds, of_this_rank)  # an evaluation may take long
-        if (text := session.after_step(step.number, stops, is_last)) is not None:
-            record.sampled(step.number, text)
+        if evaluator and not stops and record.is_evaluation_due(made.step, args.eval_every):
+            record.evaluated(made.step, evaluator.evaluate())
+            stops = session.stop_agreement.agree(seconds, of_this_rank)  # an evaluation may take long
+        if (text := session.after_step(made.step, stops, is_last)) is not None:
+            record.sampled(made.step, text)
         if stops:
             break
         if not is_last:
             session.take_in()
-            plugin.rebalance(args, step.number, session.stop_agreement)
+            plugin.rebalance(args, made.step, session.stop_agreement)
     record.close()
     times.print()
     return session.finish(0 if is_last else stops)
@@ -95,12 +96,12 @@ def has_made_all(session: Session, num_steps: int) -> None:
         print(f"nothing to do: {start.found.path} is that of step {start.step}, of {num_steps}", flush=True)
 
 
-def require_finite(step: Step, session: Session) -> None:
+def require_finite(made: Commit, session: Session) -> None:
     """Raises UserError for a step whose loss or gradient norm is not finite, with what is left. Collective."""
-    if math.isfinite(step.loss + step.grad_norm):
+    if math.isfinite(made.loss + made.grad_norm):
         return
     session.checkpointer.wait()
-    if step.number == session.start.step + 1:  # no step has changed the weights
+    if made.step == session.start.step + 1:  # no step has changed the weights
         what_next = (f"Nothing was trained yet with the weights that were read from {session.source}: they may be "
                      "damaged, get them anew or take others") if session.source else (
             "Nothing was trained yet, and the weights were drawn at random: look at config.json, rms_norm_eps and "
@@ -109,5 +110,5 @@ def require_finite(step: Step, session: Session) -> None:
         saved = f"The last good checkpoint is that of step {session.checkpointer.written}"
         what_next = (f"{saved if session.checkpointer.written else 'No checkpoint was saved yet'}. Lower "
                      "--learning_rate, and go on with --resume auto")
-    raise UserError(f"step {step.number} has the loss {step.loss} and the gradient norm {step.grad_norm}: the training "
+    raise UserError(f"step {made.step} has the loss {made.loss} and the gradient norm {made.grad_norm}: the training "
                     f"stops, and saves nothing. {what_next}")

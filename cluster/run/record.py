@@ -22,7 +22,6 @@ import os
 import socket
 import sys
 import time
-from typing import NamedTuple
 
 import torch
 
@@ -36,16 +35,6 @@ from utils import UserError
 
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluation.jsonl"
 NO_CURVES = ("step", "trained_tokens", "tokens_per_second_per_rank", "memory_gb", "step_seconds")  # of a row
-
-
-class Step(NamedTuple):
-    """An optimizer step that has just been made."""
-
-    number: int  # from 1 on
-    loss: float  # the mean over the global batch
-    grad_norm: float  # of the whole model, before it was clipped
-    learning_rate: float
-    seconds: float
 
 
 class Record:
