@@ -46,9 +46,9 @@ class Members:
     """This process, `me`, among those of its elastic run.
 
     `limits`: hosts of a generation, at least and, to begin with, at most, and of what its processes are a multiple.
-    `history`: the generations that it knows of, in files whose names begin with `path`. `contacts`: whom it calls.
-    `callers`: who calls it. `links`: connections of other members, see failure_detector.py. `meeting`: the rendezvous
-    that it takes part in, or has led to its generation. Raises UserError where another program has the run's port.
+    `history`: the generations that it knows of, in files whose names begin with `path`. `contacts`: whom it calls,
+    and who calls it. `links`: connections of other members, see failure_detector.py. `meeting`: the rendezvous that it
+    takes part in, or has led to its generation. Raises UserError where another program has the run's port.
     """
 
     def __init__(self, record: dict, path: str, multiple: int):

@@ -154,7 +154,7 @@ def from_any_layout_to_any_other(rank: int, disks: Disks) -> None:
             expected = right[key[0]] * (10 if key[1] else 1)
             assert torch.equal(value, torch.tensor(7.0) if key[1] == "step" else expected), (seed, key)
             assert key not in own or value.data_ptr() == own[key].data_ptr(), (seed, key)
-        assert {entry for _, entry, _ in found} == {"", "step", "exp_avg"} and "seen" in "".join(key[0] for key in found)
+        assert {key[1] for key in found} == {"", "step", "exp_avg"} and "seen" in "".join(key[0] for key in found)
 
 
 def tensor_parallel_parts_keep_apart(rank: int, disks: Disks) -> None:
