@@ -45,8 +45,10 @@ def leave(code=0) -> None:
 
 def in_this_process(script, words: list[str]) -> tuple[int, str]:
     """Exit code and stderr of a script, without argparse's usage. Its end is not that of this process."""
-    said, numbers = io.StringIO(), (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
+    said, numbers = io.StringIO(), (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGALRM)
     handlers = [*map(signal.getsignal, numbers)]
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit("it is not refused, and runs for minutes"))
+    signal.alarm(3 * SECONDS)
     with (mock.patch.object(sys, "argv", [str(script), *words]), mock.patch("os._exit", leave), modules_of(9),
           mock.patch.object(sys, "path", [str(script.parent), *sys.path]), mock.patch("atexit._run_exitfuncs"),
           mock.patch.object(sys, "unraisablehook", sys.unraisablehook), contextlib.redirect_stdout(io.StringIO()),
@@ -57,6 +59,7 @@ def in_this_process(script, words: list[str]) -> tuple[int, str]:
         except SystemExit as end:
             code = end.code or 0
         finally:
+            signal.alarm(0)
             if dist.is_initialized():
                 dist.destroy_process_group()
             for number, handler in zip(numbers, handlers):
