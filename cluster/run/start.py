@@ -131,7 +131,6 @@ class Start:
                 if run_of(state):
                     write_state(os.path.join(folder, name, STATE), {**state, "run_id": self.run_id})
 
-
     def restore(self, stage, optimizer: torch.optim.Optimizer, scheduler) -> None:
         """Gives the optimizer its state after the last step, and the scheduler the steps that it has made. Collective.
         """
