@@ -1,7 +1,7 @@
 """For all tests: one thread a process, no Hub, no proxy; and marks that select the tests of a step or a room.
 
     pytest                                  what a change has to pass, without root: minutes
-    pytest -m step4                         all tests of step 4, the slow ones too
+    pytest -m step4 --all-cases             all tests of step 4, the slow ones too
     pytest -m "slow or hosts or tools"      what the first leaves out
     pytest --all-cases                      all cases of the tables of which a run draws some; DRAW=17 repeats a draw
 """
@@ -121,9 +121,7 @@ def not_drawn(items: list[pytest.Item]) -> set[pytest.Item]:
     for (_, count, _), cases in tables.items():
         shares = -(-len(cases) // count)
         dealt = random.Random(0).sample(cases, len(cases))
-        drawn = dealt[int(os.environ["DRAW"]) % shares :: shares]
-        assert 0 < len(drawn) <= count, "a share of a table"
-        left_out.update(set(cases).difference(drawn))
+        left_out.update(set(cases).difference(dealt[int(os.environ["DRAW"]) % shares :: shares]))
     return left_out
 
 
@@ -135,6 +133,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not (config.option.all_cases or config.option.keyword or "commands" in config.option.markexpr):
         left_out = not_drawn(items)
         items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=[*left_out])
     for item in items:
         for pattern, mark in ROOMS:
             if match := re.match(pattern, item.path.name):

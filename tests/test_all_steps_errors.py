@@ -208,6 +208,7 @@ def test_model_directories(tmp_path, changes, files, expected):
         if content:
             (folder / name).write_text(content)
     require_refused(*end_of("8", 1, short_run(8, tmp_path, ["--model_name", folder])), " ... ".join(expected))
+    assert not (tmp_path / "runs" / "default_run").exists(), "it failed after training had begun"
 
 
 @pytest.mark.parametrize("files, expected", [
@@ -230,6 +231,7 @@ def test_corpora(tmp_path, files, expected):
         (tmp_path / "corpus" / name).write_bytes(content)
     flags = short_run(8, tmp_path, ["--dataset_name", tmp_path / "corpus" / (name if len(files) == 1 else "")])
     require_refused(*end_of("8", 1, flags), " ... ".join(expected))
+    assert not (tmp_path / "runs" / "default_run").exists(), "it failed after training had begun"
     left = [path.name for path in (tmp_path / "runs").glob("token_cache/*") if path.suffix != ".bin"]
     assert not left, f"half a file is left: {left}"
 

@@ -287,7 +287,7 @@ Session.after_step = leave
     done = run_code("cluster", 4, code, *words, "--pipelines", "4;2,1,1|4;4;4", "--num_microbatches", "2,2|1,1,2",
                     then="train_distributed.py", check=False, env={"ELASTIC_RUN": json.dumps(run)})
     said = r"error: after step \d rank 0 on \S+ and rank 1 on \S+ differ in embedding.weight; two replicas cannot tell"
-    assert re.search(said, done.stderr), done.stdout + done.stderr
+    assert re.search(said, done.stderr) and done.returncode == 2, done.stdout + done.stderr
 
 
 def end(run: Launch) -> str:

@@ -81,6 +81,7 @@ def numbers(run: Launch, label: str) -> list[int]:
 
 
 def test_a_run_outlives_its_launcher(hosts):
+    hosts.expect(2, "--attach", "error: no host of .*hosts.txt that answers has a detached run: start one by --detach")
     text = hosts.expect(0, "--detach --elastic 1:3 --env TOKEN=hidden", "--attach shows what it prints")
     assert text.count("launch_cluster: ") == 2
     pids = hosts.pids()

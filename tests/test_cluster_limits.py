@@ -4,12 +4,14 @@ import os
 import sys
 from unittest import mock
 
+import conftest
 import host_facts
 import host_run
 import pytest
 import torch
-from lab.launch import modules_of
 from maintain.launcher import Launch, lines_of, write_hosts
+
+from lab.launch import modules_of
 
 with modules_of(9):
     from ranks import memory, placement
@@ -65,6 +67,14 @@ def test_memory_within_the_limit_of_the_own_group(groups, own, files):
     """Files that the group keeps in memory are free, but for those that are mapped: the processes' own libraries."""
     groups(own, files)
     assert host_facts.available_memory() == 3000
+
+
+@pytest.mark.parametrize("cores, gigabytes, processes", [
+    (1, 64, 2), (2, 64, 2), (6.5, 64, 6), (16, 64, 8), (16, 16, 3), (16, 1, 2)])
+def test_processes_that_run_these_tests(monkeypatch, cores, gigabytes, processes):
+    monkeypatch.setattr(conftest, "usable_cores", lambda: cores)
+    monkeypatch.setattr(conftest, "available_memory", lambda: gigabytes * 1e9)
+    assert conftest.pytest_xdist_auto_num_workers() == processes
 
 
 def test_without_linux(monkeypatch, capsys):

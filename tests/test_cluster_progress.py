@@ -117,7 +117,7 @@ def test_curves_and_wandb_have_ranks_evaluations_and_samples(world_of_one, tmp_p
 
 
 def test_curves_of_a_run_that_goes_on(world_of_one, tmp_path):
-    """Those after its start are hidden, and on a disk without them all come from metrics.jsonl."""
+    """Those after its start are hidden, and on a disk without them all come from the rows."""
     log(record := a_record(tmp_path), 1, 2, 3)
     record.close()
     log(record := a_record(tmp_path, record, start=2), 3, 4)

@@ -22,13 +22,15 @@ import sys
 import sysconfig
 
 import pytest
-from lab.launch import ROOT, environment
+from conftest import not_drawn
 from maintain.bed import DISKS, NODES, SCRIPT, bed, testbed
-from support.typed_in_pages import (
-    BEFORE, BLOCK, EXACT, FAILS, HERE, KINDS, LEFT_OUT, ON_HOSTS, RANK, SEVERAL, Block, blocks, lines_of, shortened,
-    to_run, unlike,
-)
+from support.typed_in_pages import (BEFORE, BLOCK, EXACT, FAILS, HERE, KINDS,
+                                    LEFT_OUT, ON_HOSTS, RANK, SEVERAL, Block,
+                                    blocks, lines_of, shortened, to_run,
+                                    unlike)
 from test_pages import READMES
+
+from lab.launch import ROOT, environment
 
 HIDDEN = re.compile(r"(?:\$ .*|(?:torchrun|torchx|python3?|pip|mpirun|ray|sbatch|sudo|apt-get|docker|kubectl|"
                     r"cluster/\S+|tools/\S+|export|eval) .*)")  # what is typed, in a block that is not marked as such
@@ -173,6 +175,19 @@ def test_commands_on_hosts(page, clone, homes):
         paste(page, to_run(page), clone, lambda command: typed(command, homes), SHELL)
     finally:
         run("tools/testbed.sh down", clone, SHELL)
+
+
+def test_draws_in_a_row_have_every_page(monkeypatch):
+    """.ci/run counts commits."""
+    mark = pytest.mark.drawn(5).mark
+    cases = [type("Case", (), {"function": "", "get_closest_marker": lambda _, name: mark if name == "drawn" else None})() for _ in HERE]
+    shares, had = -(-len(HERE) // 5), set()
+    for draw in range(995, 995 + shares):
+        monkeypatch.setenv("DRAW", str(draw))
+        drawn = set(cases) - not_drawn(cases)
+        assert len(drawn) in (4, 5) and not drawn & had
+        had |= drawn
+    assert had == set(cases)
 
 
 def test_every_block_is_counted():

@@ -7,13 +7,15 @@ import sys
 from unittest import mock
 
 import pytest
-from lab.launch import ROOT, STEPS
 from maintain.launcher import make_tools
-from support.checkpoint_runs import SCRIPT, TEXT, checkpoint, flags_of, write_model
+from support.checkpoint_runs import (SCRIPT, TEXT, checkpoint, flags_of,
+                                     write_model)
 from support.refusal_tables import TABLE
-from support.refusals import end_of, in_this_process, require_refused, short_run
+from support.refusals import (SECRET, end_of, in_this_process, require_refused,
+                              short_run)
 
-SECRET = "c0rrect-h0rse"  # which no error shows
+from lab.launch import ROOT, STEPS
+
 TOY = dict(vocab_size=1024, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
            intermediate_size=48, max_position_embeddings=64)
 

@@ -51,8 +51,9 @@ class Net(nn.Module):
 
 def as_rank(monkeypatch, rank: int, world: int) -> None:
     """All that a recorder asks torch.distributed."""
+    asked = ["is_available", "is_initialized", "get_rank", "get_world_size", "all_gather_object"]
     answers = {"get_rank.return_value": rank, "get_world_size.return_value": world}
-    monkeypatch.setattr(same_numbers.recorder, "dist", mock.Mock(**answers))
+    monkeypatch.setattr(same_numbers.recorder, "dist", mock.Mock(spec_set=asked, **answers))
 
 
 def record(monkeypatch, folder, rank: int = 0, world: int = 1, change=lambda model: None, cut=None, dtype=torch.float64,

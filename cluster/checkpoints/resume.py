@@ -50,14 +50,17 @@ def find_checkpoint(wanted: str, folder: str, disks: Disks, run_id: str | None =
         folder, name = (wanted, latest) if latest else os.path.split(os.path.abspath(wanted))
     is_one = name and folder != wanted
     mine = read_states(folder, [name] if is_one else None) if disks.leads else {}
-    of_disks = disks.gather((socket.gethostname(), mine))
+    known = {each: {**state, "records": None} if isinstance(state, dict) else state for each, state in mine.items()}
+    of_disks = disks.gather((socket.gethostname(), known))  # rows, of which there may be many, are sent once
     run_id = run_id or only_run(folder, of_disks)
     names = [name] if name else {each for _, states in of_disks for each, state in states.items()
                                  if run_of(state) in (None, run_id)}
     for each in sorted(names, key=step_of, reverse=True):
         found = look_at(folder, each, disks, run_id, [states.get(each) for _, states in of_disks])
         if isinstance(found, Found):
-            return found
+            source = next(rank for rank, (_, states) in enumerate(of_disks) if states.get(each) == found.state)
+            rows = disks.share(mine[each].get("records", "") if disks.rank == source else None, source)
+            return found._replace(state={**found.state, "records": rows})
         if name:
             raise UserError(f"no whole checkpoint: {found}. Name another one, or use --resume auto")
         say(f"the checkpoint {each} is not whole: {found}. Falling back to the one before", home_rank())

@@ -108,7 +108,8 @@ class Follower:
 def answer(question: dict) -> int:
     """What the launcher asks about this host's part of the `run`, where "*" stands for any: one that is alive or else
     the newest. To "look", "start" and "stop" the answer is a line of JSON, {} where there is no part. It has the job
-    with its token, for a launcher that starts the part of another host."""
+    with its token, for a launcher that starts the part of another host. "start" may have a `job`, and the hosts that
+    are `known` from now on."""
     if "job" in question:
         try:
             start(question["job"])

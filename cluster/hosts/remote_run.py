@@ -58,7 +58,7 @@ class Contact:
 
     def ask(self, seconds: float, question) -> dict | tuple[str, str, str]:
         """The answer; where there is none within `seconds`: (what is wrong, details, cure)."""
-        watchdog = threading.Timer(seconds, self.process.kill)
+        watchdog = threading.Timer(seconds, self.kill)
         watchdog.start()
         self.send(json.dumps(question))
         answer = next((line for line in self.lines() if MARK + "{" in line), None)  # what ssh -v prints has MARK, too
@@ -75,9 +75,12 @@ class Contact:
     def last_line(self) -> str:
         return next(filter(str.strip, reversed(self.last)), "")
 
-    def end(self) -> None:
-        if self.process.poll() is None:
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # with what ssh has started here, as a ProxyCommand
+
+    def end(self) -> None:
+        self.kill()
         self.process.communicate()
 
 

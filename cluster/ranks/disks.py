@@ -57,6 +57,12 @@ class Disks:
         """As collectives.gather, in the group of the disks. Collective."""
         return gather(value, self.group)
 
+    def share(self, value, source: int):
+        """The value of rank `source`, on every rank. Collective."""
+        values = [value]
+        dist.broadcast_object_list(values, source, group=self.group)
+        return values[0]
+
     @contextlib.contextmanager
     def together(self, message: str = "{}"):
         """As pgm.together: where it fails on one rank, this raises UserError on every rank. Collective.

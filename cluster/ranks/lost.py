@@ -6,7 +6,7 @@ import re
 
 import torch
 
-VARIABLE = "ELASTIC_RUN"  # of the environment: what agent.py tells its processes, as JSON
+VARIABLE = "ELASTIC_RUN"  # of the environment: what host_run.py tells its processes, as JSON
 PATIENCE = 6  # seconds without an answer after which a process is lost
 FOREVER = datetime.timedelta(days=30)  # time-out of groups whose ranks wait for a slow disk or link, or for a user
 NEWCOMER = "another process is taken in"

@@ -142,7 +142,7 @@ def train_in_generations(args: argparse.Namespace, train: Callable) -> int:
         return exits.DONE
     live, failures = None, 0  # what goes on; generations that have ended before they made a step, in a row
     while failures <= FAILURES or live:
-        generation = Generation(members, signals, live)
+        generation, live = Generation(members, signals, live), None  # held once: it may be too large for twice
         try:
             return train(copy.deepcopy(args), generation)
         except ReplicasDiffer:

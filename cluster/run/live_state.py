@@ -205,9 +205,11 @@ def find_in_memory(generation, disks: Disks, device: torch.device) -> InMemory |
         generation.forget()
     live = generation.live
     specs = {key: (value.dtype, value.shape) for key, value in live.tensors().items()} if live else {}
-    everyone = disks.gather((specs, live and (live.everything, live.checkpointer.state(step))))
-    everything, state = max((facts for _, facts in everyone if facts), key=lambda facts: len(facts[1]["records"]))
-    if not everything <= {key for each, _ in everyone for key in each}:
+    state = live.checkpointer.state(step) if live else {}
+    rows = state.pop("records", "")
+    everyone = disks.gather((specs, live and (live.everything, state), rows.count("\n")))
+    everything, state = next(facts for _, facts, _ in everyone if facts)
+    if not everything <= {key for each, *_ in everyone for key in each}:
         generation.forget()
         if is_home():
             print("a part of the model was on lost hosts alone: all ranks go back to the last checkpoint", flush=True)
@@ -217,10 +219,12 @@ def find_in_memory(generation, disks: Disks, device: torch.device) -> InMemory |
         for param in live.stage.model.parameters():
             param.grad = None  # all have taken the step that they were for
     commit = next((each for each in commits if each.step == step), None)
-    if commit and f'"step": {step}, "loss"' not in state["records"]:  # no rank has come to make its row
-        state["records"] += json.dumps({**commit._asdict(), "trained_tokens": state["tokens"]}) + "\n"
-    found = Found(name_of_step(step), disks.folder, state, {})
-    return InMemory(generation, disks, device, found, [each for each, _ in everyone], commit, written)
+    _, most_rows = max((count, rank) for rank, (*_, count) in enumerate(everyone))
+    rows = disks.share(rows, most_rows)
+    if commit and f'"step": {step}, "loss"' not in rows:  # no rank has come to make its row
+        rows += json.dumps({**commit._asdict(), "trained_tokens": state["tokens"]}) + "\n"
+    found = Found(name_of_step(step), disks.folder, {**state, "records": rows}, {})
+    return InMemory(generation, disks, device, found, [each for each, *_ in everyone], commit, written)
 
 
 def who_has_what(stage, tp_rank: int, host: str) -> tuple[frozenset[Key], str]:

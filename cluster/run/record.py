@@ -4,15 +4,16 @@ A run is worth more than its records: what a full disk does not take is kept in 
 
 metrics.jsonl goes on over several runs of one training: steps count on, and none is there twice. Evaluations have a
 file beside it, evaluation.jsonl: {"step": 20, "evaluation_loss": 3.51, "perplexity": 33.4} a line. Each rank keeps all
-rows in memory and each checkpoint has those up to its step, so whoever goes on from there has them. Where hosts share
-no disk, one rank of each writes these files. config.json beside them has the run's id: the folder of another run of
-that name gets another name.
+rows in memory, with seconds by its own clock, and each checkpoint has those up to its step, so whoever goes on from
+there has them. Where hosts share no disk, one rank of each writes these files. config.json beside them has the run's
+id: the folder of another run of that name gets another name.
 
 Whoever writes the rows of a disk writes TensorBoard's files beside them: the same numbers, samples of text, and what
 each rank did and used in a step, by the names in times.py. W&B gets all of this, too, in the run of the rank that logs.
 A run that goes on adds a file, whose curves go on after the step that it goes on from.
 """
 
+import atexit
 import contextlib
 import fcntl
 import glob
@@ -70,7 +71,7 @@ class Record:
         self.hosts = " | ".join(f"rank {rank}: {host}" for rank, (host, _) in enumerate(machines()))
 
     def empty_own(self, run_id: str) -> None:
-        """Where the files in the folder are this run's own, takes their rows out, so that they have room to be written
+        """Where the metrics in the folder are this run's own, takes the rows out, so that they have room to be written
         anew, without those of steps that are made again. From a run in progress nothing is taken: open_metrics says so.
         """
         with contextlib.suppress(OSError, UserError):
@@ -78,13 +79,14 @@ class Record:
                 with open(os.path.join(self.folder, METRICS), "r+") as metrics:
                     fcntl.flock(metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     metrics.truncate()
-                    os.truncate(os.path.join(self.folder, EVALUATIONS), 0)
 
     def open(self, args, grid, start: int) -> None:
         """The sinks of a rank that writes. They begin with what is known of the steps before."""
         metrics = self.logger.metrics if grid.is_logging_rank else open_metrics(self.folder)
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(evaluations := os.path.join(self.folder, EVALUATIONS), 0)  # as empty as the metrics
         self.on_disk = [Rows(metrics.name, "loss", self.lines, metrics),
-                        Rows(os.path.join(self.folder, EVALUATIONS), "evaluation_loss", self.lines),
+                        Rows(evaluations, "evaluation_loss", self.lines),
                         Board(self.folder, start, self.lines)]
         if not grid.is_logging_rank:
             with open(os.path.join(self.folder, "config.json"), "w", encoding="utf-8") as file:
@@ -146,6 +148,7 @@ class Record:
     def leave(self) -> None:
         """Closes the files for another Record of this process, which goes on with the same W&B run."""
         self.bar.close(stays=False)
+        atexit.unregister(self.leave)
         while self.on_disk:
             self.on_disk.pop().close()
 

@@ -197,7 +197,8 @@ def find_on_disks(wanted: str | None, disks: Disks, run_id: str | None) -> tuple
             print(f"{disks.folder} has no whole checkpoint of this run: it starts as it did first", flush=True)
     if wanted in (None, "auto"):
         return None, False, False
-    found = find_checkpoint(wanted, disks.folder, disks)
+    if not (found := find_checkpoint(wanted, disks.folder, disks)):
+        return None, False, False
     return found, disks.gather(os.path.realpath(found.folder) == os.path.realpath(disks.folder))[0], True
 
 

@@ -40,7 +40,7 @@ TABLE = r"""
   x2 --pipelines "2;2" --dp_size 2 | leave out --dp_size and --pp_size
   CXX=no-such-compiler --compile | --compile needs a C++ compiler, and 'no-such-compiler' is not found
 step9_heterogeneous_pp/run_gpt2.py --device cpu --log_dir $HERE
-  --seq_len 129 | --seq_len 129 is more than the 128 positions of the model: use 128 or less
+  x4 --seq_len 129 | --seq_len 129 is more than the 128 positions of the model: use 128 or less
   --model_name_or_path no/such | --model_name_or_path 'no/such': there is no such path
 step9_heterogeneous_pp/run_causal_lm.py --device cpu --log_dir $HERE --seq_len 16
   --model_name_or_path $GPT_NEO --random_weights --pp_size 2 | Auto policy for \
@@ -154,9 +154,8 @@ cluster/hosts/launch_cluster.py $ABC
   --detach --attach | --attach: not allowed with argument --detach
   --attach -- x.py | --attach starts nothing: it takes no script
   --stop --elastic 1:2 | --stop starts nothing: it takes no script, and no flag but hosts.txt
-  PATH=$TOOLS --attach | no host of $ABC that answers has a detached run: start one by --detach
   --elastic {3:2,0:2,2:} -- x.py | '{}': write MIN:MAX
-  --elastic 4:5 -- x.py | error: --elastic 4:5 needs 4 hosts to begin with, but $ABC has 3
+  PATH=$TOOLS --elastic 4:5 -- x.py | error: --elastic 4:5 needs 4 hosts to begin with, but $ABC has 3
 tools/what_if.py
   | say which machines: --cluster 64xH100:8, or --cards 16+12+8
   --cluster 8xH100@0gbit | --cluster ...@0gbit: write a rate

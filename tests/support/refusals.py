@@ -16,6 +16,7 @@ from lab.launch import ROOT, fork, modules_of
 from lab.program import Program
 from lab.thread_ranks import World
 
+SECRET = "c0rrect-h0rse"  # which nothing shows
 SECONDS = 60  # what runs longer hangs
 SHORT = ["--seq_len", 32, "--micro_batch_size", 1, "--max_tokens", 256, "--num_hidden_layers", 2]  # 4 steps
 
@@ -45,13 +46,13 @@ def leave(code=0) -> None:
 
 def in_this_process(script, words: list[str]) -> tuple[int, str]:
     """Exit code and stderr of a script, without argparse's usage. Its end is not that of this process."""
-    said, numbers = io.StringIO(), (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGALRM)
+    shown, said, numbers = io.StringIO(), io.StringIO(), (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGALRM)
     handlers = [*map(signal.getsignal, numbers)]
     signal.signal(signal.SIGALRM, lambda *_: sys.exit("it is not refused, and runs for minutes"))
     signal.alarm(3 * SECONDS)
     with (mock.patch.object(sys, "argv", [str(script), *words]), mock.patch("os._exit", leave), modules_of(9),
           mock.patch.object(sys, "path", [str(script.parent), *sys.path]), mock.patch("atexit._run_exitfuncs"),
-          mock.patch.object(sys, "unraisablehook", sys.unraisablehook), contextlib.redirect_stdout(io.StringIO()),
+          mock.patch.object(sys, "unraisablehook", sys.unraisablehook), contextlib.redirect_stdout(shown),
           contextlib.redirect_stderr(said), mock.patch("argparse.ArgumentParser.print_usage")):
         try:
             runpy.run_path(str(script), run_name="__main__")
@@ -64,6 +65,7 @@ def in_this_process(script, words: list[str]) -> tuple[int, str]:
                 dist.destroy_process_group()
             for number, handler in zip(numbers, handlers):
                 signal.signal(number, handler)
+    assert SECRET not in shown.getvalue()
     return (1, f"{said.getvalue()}{code}\n") if isinstance(code, str) else (code, said.getvalue())
 
 
@@ -81,6 +83,7 @@ def end_of(script: str, ranks: int, words: list, **env: str) -> tuple[int, str]:
 
 def require_refused(code: int, stderr: str, words: str) -> None:
     """One line has the parts of `words` in their order; or more lines, with " / " in `words` for an end of line."""
-    assert code > 0 and stderr.count("\n") == 1 + words.count(" / "), f"exit code {code}\n{stderr[-4000:]}"
+    assert code == 2 and stderr.count("\n") == 1 + words.count(" / "), f"exit code {code}\n{stderr[-4000:]}"
+    assert stderr.splitlines()[-1].startswith(("error: ", "tour.py: ")), stderr
     assert "Traceback" not in stderr and re.search(".*".join(map(re.escape, words.split(" ... "))),
                                                    stderr.replace("\n", " / ")), (words, stderr)
