@@ -84,6 +84,6 @@ def end_of(script: str, ranks: int, words: list, **env: str) -> tuple[int, str]:
 def require_refused(code: int, stderr: str, words: str) -> None:
     """One line has the parts of `words` in their order; or more lines, with " / " in `words` for an end of line."""
     assert code == 2 and stderr.count("\n") == 1 + words.count(" / "), f"exit code {code}\n{stderr[-4000:]}"
-    assert stderr.splitlines()[-1].startswith(("error: ", "tour.py: ")), stderr
+    assert re.match(r"(\w+\.(py|sh): )?error: |tour.py: ", stderr.splitlines()[-1]), stderr
     assert "Traceback" not in stderr and re.search(".*".join(map(re.escape, words.split(" ... "))),
                                                    stderr.replace("\n", " / ")), (words, stderr)
