@@ -228,17 +228,21 @@ class Board:
     """
 
     def __init__(self, folder: str, start: int, lines: list[str]):
-        self.folder, self.records, stem = folder, None, os.path.join(folder, "events.out.tfevents.")
-        has_curves = bool(glob.glob(f"{glob.escape(stem)}*"))
-        with self.ending_at_an_error():
-            from tensorboard.compat.proto.event_pb2 import SessionLog
-            from tensorboard.summary.writer.record_writer import RecordWriter
+        self.folder, self.start, self.lines, self.records, self.has_ended = folder, start, [*lines], None, False
 
-            self.records = RecordWriter(open(f"{stem}{time.time_ns()}.{socket.gethostname()}.{os.getpid()}", "wb"))
-            self.write(file_version="brain.Event:2")
-            self.write(step=start and start + 1, session_log=SessionLog(status=SessionLog.START))
-        for row in () if has_curves else map(json.loads, lines):
+    def open(self) -> None:
+        """At the first event: a run that has made all steps before leaves no file."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        stem = os.path.join(self.folder, "events.out.tfevents.")
+        has_curves = bool(glob.glob(f"{glob.escape(stem)}*"))
+        self.records = RecordWriter(open(f"{stem}{time.time_ns()}.{socket.gethostname()}.{os.getpid()}", "wb"))
+        self.write(file_version="brain.Event:2")
+        self.write(step=self.start and self.start + 1, session_log=SessionLog(status=SessionLog.START))
+        for row in () if has_curves else map(json.loads, self.lines):
             self.show(row["step"], row)
+        self.lines = ()
 
     @contextlib.contextmanager
     def ending_at_an_error(self):
@@ -258,9 +262,11 @@ class Board:
 
     def show(self, step: int, values: dict[str, float | str]) -> None:
         """Numbers and texts, by name, after optimizer step `step`."""
-        if self.records is None:
+        if self.has_ended:
             return
         with self.ending_at_an_error():
+            if self.records is None:
+                self.open()
             from tensorboard.compat.proto.summary_pb2 import Summary
             from torch.utils.tensorboard.summary import scalar, text
 
@@ -269,7 +275,7 @@ class Board:
             self.write(step=step, summary=Summary(value=[each for part in parts for each in part.value]))
 
     def close(self) -> None:
-        records, self.records = self.records, None
+        self.has_ended = True
         with contextlib.suppress(OSError):  # of a full disk, of which show() has told
-            if records:
-                records.close()
+            if self.records:
+                self.records.close()
