@@ -281,7 +281,7 @@ def common_length(a, b) -> int:
 def check_messages(place: str, messages, first: int = 0) -> list[dict]:
     """The messages without the fields that are None. Raises UserError, with the place, for what is no conversation."""
     is_list = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
-    if not messages or not is_list:
+    if not is_list or not messages:
         raise UserError(f"{place}: messages must be a list of one or more {{'role': ..., 'content': ...}}, got "
                         f"{str(messages)[:80]}")
     for message in messages:
